@@ -1,0 +1,325 @@
+"""Makes N replicas compute what one device computes.
+
+Flow:   ... -> promotion -> [exact] -> sources -> ...
+Owns:   weighing gradients, losses, returned values and metrics by the samples each replica had.
+Leaves: who gets which samples (plan), carrying shares beside the data (pipeline).
+
+Inside a step that a feeder feeds, each replica computes as if it were the only device and its part the whole
+batch: `num_replicas_in_sync` reads 1, so losses are means over the part. What leaves the replica is combined:
+
+- A gradient of variables is weighed by samples of the replica / samples of the step, *inside* the tape (layers
+  that talk across replicas then see the weighed loss), and summed over replicas at once. Whatever the step does
+  with it afterwards (clipping, accumulating, two optimizers) is done to the one-device gradient.
+- A loss that is a sum is first scaled to the mean's footing, so that the weights cancel.
+- A scalar that the step returns is the weighted mean; anything longer is concatenated.
+- In a small tail every replica has all samples and weighs 1/N, so all of this still holds; metrics and outputs
+  are taken from replica 0 alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from . import internals
+from .errors import FeedError
+from .internals import FedElement
+
+_active = threading.local()
+
+
+class _ReplicaStep:
+    """What one replica knows of its part of the step while the step is traced or run."""
+
+    def __init__(self, shares: Any, small_tails: bool, num_replicas: int) -> None:
+        if shares is None:
+            self.weight, self.sum_scale, self.counts = 1.0 / num_replicas, float(num_replicas), None
+        else:
+            self.weight, self.sum_scale = shares[0], shares[1]
+            self.counts = shares[2] > 0 if small_tails else None
+        self.graph = tf.compat.v1.get_default_graph()
+        self.has_global_gradients = False
+        self.has_local_gradients = False
+
+    def can_merge(self) -> bool:
+        """True where replicas may meet: not in a branch or loop that is traced on its own."""
+        return (
+            tf.compat.v1.get_default_graph() is self.graph
+            or tf.__internal__.distribute.strategy_supports_no_merge_call()
+        )
+
+    def __enter__(self) -> "_ReplicaStep":
+        self._outer = _current_step()
+        _active.step = self
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _active.step = self._outer
+
+
+def _current_step() -> _ReplicaStep | None:
+    return getattr(_active, "step", None)
+
+
+def install() -> None:
+    """Takes its places in TensorFlow and Keras; without a fed step on the thread each does nothing."""
+    internals.attach("run", _run)
+    internals.attach("num_replicas_in_sync", _num_replicas_in_sync)
+    internals.attach("gradient", _gradient)
+    internals.attach("aggregate_gradients", _aggregate_gradients)
+    internals.attach("aggregate_gradients_legacy", _aggregate_gradients)
+    internals.attach("get_reduction", _get_reduction)
+    internals.attach("reduce_weighted_loss", _reduce_weighted_loss)
+    internals.attach("apply_valid_mask", _apply_valid_mask)
+    internals.attach("compute_average_loss", _compute_average_loss)
+    internals.attach("assign_on_read", _assign)
+    internals.attach("assign_add_on_read", _assign_difference)
+    internals.attach("assign_sub_on_read", _assign_difference)
+
+
+# --- Entering and leaving the step -------------------------------------------------------------------------
+
+
+def _run(original: Callable) -> Callable:
+    def run(
+        strategy: tf.distribute.Strategy, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        fed = next((arg for arg in args if isinstance(arg, FedElement)), None)
+        if fed is None:
+            return original(strategy, fn, args, kwargs, options)
+        converted = internals.convert_for_graph(fn)
+        num_replicas = internals.num_replicas(strategy)
+
+        def replica_fn(shares: Any, args: tuple, kwargs: dict) -> Any:
+            with _ReplicaStep(shares, fed.small_tails, num_replicas):
+                return converted(*args, **kwargs)
+
+        plain_args = tuple(tuple(arg) if arg is fed else arg for arg in args)
+        outputs = original(strategy, replica_fn, (fed.shares, plain_args, kwargs or {}), None, options)
+        return _combine(outputs, fed, num_replicas)
+
+    return run
+
+
+def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
+    if fed.shares is None:
+        shares = [None] * num_replicas
+    else:
+        shares = list(internals.local_values(fed.shares))
+    steps = [_ReplicaStep(share, fed.small_tails, num_replicas) for share in shares]
+
+    def combine(output: Any) -> Any:
+        values = internals.local_values(output)
+        if values is None:  # The same on all replicas: a metric's result.
+            return output
+        if not _is_scalar(values[0]):
+            values = [value if step.counts is None else _rows_that_count(value, step) for value, step in zip(values, steps)]
+            return internals.regroup(values) if fed.predicting else tf.concat(values, axis=0)
+        if values[0].dtype.is_floating:
+            values = [value * tf.cast(step.weight, value.dtype) for value, step in zip(values, steps)]
+        elif values[0].dtype.is_integer:
+            values = [value if step.counts is None else value * tf.cast(step.counts, value.dtype) for value, step in zip(values, steps)]
+        return internals.regroup(values)  # Keras sums what it is given for each replica.
+
+    return tf.nest.map_structure(combine, outputs)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank == 0
+
+
+def _rows_that_count(value: Any, step: _ReplicaStep) -> Any:
+    if isinstance(value, tf.SparseTensor):
+        counted = value.dense_shape * tf.concat(
+            [[tf.cast(step.counts, tf.int64)], tf.ones_like(value.dense_shape[1:])], axis=0
+        )
+        return tf.sparse.slice(value, tf.zeros_like(counted), counted)
+    num_rows = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+    return value[: num_rows * tf.cast(step.counts, num_rows.dtype)]
+
+
+def _num_replicas_in_sync(original: Callable) -> Callable:
+    def num_replicas_in_sync(strategy: tf.distribute.Strategy) -> int:
+        return original(strategy) if _current_step() is None else 1
+
+    return num_replicas_in_sync
+
+
+# --- Gradients ---------------------------------------------------------------------------------------------
+
+
+def _gradient(original: Callable) -> Callable:
+    def gradient(
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        step = _current_step()
+        if step is None or not _ends_in_an_update(tape, sources):
+            return original(tape, target, sources, output_gradients, unconnected_gradients)
+        targets = tf.nest.flatten(target)
+        given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
+        weights = [_weight(step, one, gradient) for one, gradient in zip(targets, given)]
+        gradients = original(tape, targets, sources, weights, unconnected_gradients)
+        if not step.can_merge():
+            step.has_local_gradients = True
+            return gradients
+        step.has_global_gradients = True
+        summed = _sum_over_replicas(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(gradients, summed)
+
+    return gradient
+
+
+def _ends_in_an_update(tape: tf.GradientTape, sources: Any) -> bool:
+    """True for the gradient of a loss by variables; not for one that enters a loss, as a penalty does."""
+    if not all(isinstance(source, tf.Variable) for source in tf.nest.flatten(sources)):
+        return False
+    if not internals.is_recording(tape):
+        return internals.no_tape_records()
+    with tape.stop_recording():
+        return internals.no_tape_records()
+
+
+def _weight(step: _ReplicaStep, target: Any, given: Any) -> Any:
+    """The gradient that flows into `target`. A tensor of several losses is differentiated as their sum."""
+    tensor = tf.convert_to_tensor(target)
+    weight = tf.cast(step.weight, tensor.dtype)
+    if tensor.shape.rank != 0 and tensor.shape.num_elements() != 1:
+        weight *= tf.cast(step.sum_scale, tensor.dtype)
+    return weight * (tf.ones_like(tensor) if given is None else given)
+
+
+def _sum_over_replicas(gradients: list, variables: list) -> list:
+    pairs = [pair for pair in zip(gradients, variables) if pair[0] is not None]
+    if not pairs:
+        return gradients
+    replica_context = tf.distribute.get_replica_context()
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        summed = replica_context.all_reduce(tf.distribute.ReduceOp.SUM, [gradient for gradient, _ in pairs])
+    else:
+        summed = replica_context.merge_call(_batch_sum, args=(pairs,))
+    remaining = iter(summed)
+    return [None if gradient is None else next(remaining) for gradient in gradients]
+
+
+def _batch_sum(strategy: tf.distribute.Strategy, pairs: list) -> list:
+    return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+
+
+def _aggregate_gradients(original: Callable) -> Callable:
+    def aggregate_gradients(optimizer: Any, grads_and_vars: Any) -> Any:
+        step = _current_step()
+        grads_and_vars = list(grads_and_vars)
+        if step is None or (step.has_local_gradients and not step.has_global_gradients):
+            return original(optimizer, grads_and_vars)
+        if step.has_local_gradients:
+            raise FeedError(
+                "This train_step takes gradients both inside and outside of a tf.cond, tf.while_loop or "
+                "tf.range loop; they cannot be combined over replicas in one step. Take all of them inside, "
+                "or all of them outside."
+            )
+        if step.has_global_gradients:
+            return grads_and_vars
+        # The gradient came from somewhere else than a tape, so it is weighed here.
+        weighed = [
+            (None if gradient is None else gradient * tf.cast(step.weight, gradient.dtype), variable)
+            for gradient, variable in grads_and_vars
+        ]
+        return original(optimizer, weighed)
+
+    return aggregate_gradients
+
+
+# --- Losses ------------------------------------------------------------------------------------------------
+
+
+def _get_reduction(original: Callable) -> Callable:
+    def get_reduction(loss: tf.keras.losses.Loss) -> str:
+        automatic = tf.keras.losses.Reduction.AUTO
+        if _current_step() is None:
+            return original(loss)
+        return tf.keras.losses.Reduction.SUM_OVER_BATCH_SIZE if loss.reduction == automatic else loss.reduction
+
+    return get_reduction
+
+
+def _reduce_weighted_loss(original: Callable) -> Callable:
+    def reduce_weighted_loss(
+        weighted_losses: tf.Tensor, reduction: str = tf.keras.losses.Reduction.SUM_OVER_BATCH_SIZE
+    ) -> tf.Tensor:
+        loss = original(weighted_losses, reduction)
+        step = _current_step()
+        if step is not None and reduction == tf.keras.losses.Reduction.SUM:
+            loss *= tf.cast(step.sum_scale, loss.dtype)
+        return loss
+
+    return reduce_weighted_loss
+
+
+def _compute_average_loss(original: Callable) -> Callable:
+    def compute_average_loss(
+        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    ) -> tf.Tensor:
+        loss = original(per_example_loss, sample_weight, global_batch_size)
+        step = _current_step()
+        if step is not None and global_batch_size is not None:  # Then it is a sum over a constant.
+            loss *= tf.cast(step.sum_scale, loss.dtype)
+        return loss
+
+    return compute_average_loss
+
+
+def _apply_valid_mask(original: Callable) -> Callable:
+    def apply_valid_mask(losses: tf.Tensor, sw: Any, mask: Any, reduction: str) -> Any:
+        step = _current_step()
+        if step is None or mask is None or not step.can_merge():
+            return original(losses, sw, mask, reduction)
+        # The mean over valid entries divides by their number, which must be that of the whole step: the mask
+        # is scaled from the replica's own total / valid to the step's.
+        valid_mask = tf.cast(mask, losses.dtype)
+        own = tf.stack([tf.cast(tf.size(mask), losses.dtype), tf.reduce_sum(valid_mask)])
+        whole = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
+        weights = original(losses, sw, mask, reduction)
+        if reduction == tf.keras.losses.Reduction.SUM_OVER_BATCH_SIZE:
+            ratio = tf.math.divide_no_nan(whole[0] * own[1], whole[1] * own[0])
+            weights = tf.where(own[1] > 0, weights * ratio, tf.zeros_like(weights))
+        return weights
+
+    return apply_valid_mask
+
+
+# --- Metrics -----------------------------------------------------------------------------------------------
+
+
+def _counting_step(variable: tf.Variable) -> _ReplicaStep | None:
+    """The step, if it may be a small tail and `variable` collects what replicas add up."""
+    step = _current_step()
+    if step is None or step.counts is None or variable.aggregation == tf.VariableAggregation.MEAN:
+        return None
+    return step
+
+
+def _assign(original: Callable) -> Callable:
+    def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
+        step = _counting_step(variable)
+        if step is not None:
+            value = tf.where(step.counts, tf.cast(value, variable.dtype), variable.read_value())
+        return original(variable, value, *args, **kwargs)
+
+    return assign
+
+
+def _assign_difference(original: Callable) -> Callable:
+    def assign_difference(variable: tf.Variable, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        step = _counting_step(variable)
+        if step is not None:
+            delta = tf.cast(delta, variable.dtype)
+            delta = tf.where(step.counts, delta, tf.zeros_like(delta))
+        return original(variable, delta, *args, **kwargs)
+
+    return assign_difference

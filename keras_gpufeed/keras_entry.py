@@ -1,0 +1,417 @@
+"""The way from `model.fit(feeder)` into the feeder.
+
+Flow:   ... -> feeder -> [keras_entry] -> model
+Owns:   the entry of `fit`, `evaluate` and `predict`, and the data adapter.
+Leaves: everything that Keras does well; without a feeder in the call, all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from typing import Any, Callable, Iterator
+
+import tensorflow as tf
+
+from . import internals
+from . import strategy as strategies
+from .errors import SourceError, StrategyError
+from .feeder import DistributedFeeder
+from .pipeline import Pipeline, Stream
+from .promotion import distribute
+
+_logger = logging.getLogger("keras_gpufeed")
+_active = threading.local()
+
+
+def install() -> None:
+    """Registers the adapter and takes the places in Keras."""
+    internals.register_adapter(FeedAdapter)
+    internals.attach("enumerate_epochs", _enumerate_epochs)
+    for name in ("fit", "evaluate", "predict"):
+        internals.attach(name, _entry)
+
+
+class _Call:
+    """One `fit`, `evaluate` or `predict` that was handed a feeder."""
+
+    def __init__(self, name: str, x: Any) -> None:
+        self.name, self.x = name, x
+        self.training_data_taken = False
+        self.streams: list[Stream] = []
+
+    def takes_for_training(self, feeder: DistributedFeeder) -> bool:
+        """True for the first adapter of a `fit`; the same feeder may come again as validation data."""
+        if self.name != "fit" or feeder is not self.x or self.training_data_taken:
+            return False
+        self.training_data_taken = True
+        return True
+
+    @property
+    def failure(self) -> BaseException | None:
+        return next((stream.failure for stream in self.streams if stream.failure is not None), None)
+
+
+def _calls() -> list[_Call]:
+    if not hasattr(_active, "calls"):
+        _active.calls = []
+    return _active.calls
+
+
+def _entry(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+    name = original.__name__
+
+    def call(model: tf.keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if not _holds_feeder([*args, *kwargs.values()]):
+            return original(model, *args, **kwargs)
+        arguments = signature.bind(model, *args, **kwargs).arguments
+        del arguments["self"]
+        arguments.update(arguments.pop("kwargs", {}))
+        _prepare(model, name, arguments)
+        with _entered(model, name, arguments.get("x")):
+            return original(model, **arguments)
+
+    return call
+
+
+def _holds_feeder(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_feeder, value))
+    if isinstance(value, dict):
+        return any(map(_holds_feeder, value.values()))
+    return isinstance(value, DistributedFeeder)
+
+
+@contextlib.contextmanager
+def _entered(model: tf.keras.Model, name: str, x: Any) -> Iterator[None]:
+    calls = _calls()
+    calls.append(_Call(name, x))
+    try:
+        yield
+    except BaseException as error:
+        if name == "fit":
+            # Keras keeps the validation data for the next epoch, and after an error for the next `fit`.
+            vars(model).pop("_eval_data_handler", None)
+        failure = calls[-1].failure
+        if isinstance(error, tf.errors.OpError) and failure is not None:
+            raise failure from None  # The user's own exception, with its own traceback.
+        raise
+    finally:
+        calls.pop()
+
+
+# --- Before Keras begins -----------------------------------------------------------------------------------
+
+
+def _prepare(model: tf.keras.Model, name: str, arguments: dict) -> None:
+    _refuse_misplaced_feeders(name, arguments)
+    if name == "fit":
+        _prepare_fit(arguments)
+    feeder = arguments.get("x")
+    if not isinstance(feeder, DistributedFeeder):
+        return  # Only the validation data is a feeder; it takes whichever strategy the model lives on.
+    was_moved = internals.lives_on(model) is None
+    distribute(model)
+    strategy = model.distribute_strategy
+    strategies.prepare(strategy)
+    _check_model(model, name, feeder, strategy)
+    if was_moved and strategy.num_replicas_in_sync > 1:
+        _say_what_was_done(feeder, strategy)
+    if strategy.num_replicas_in_sync > feeder.batch_size:
+        _logger.warning(
+            "A global batch of %d sample(s) is smaller than the number of replicas (%d): every replica "
+            "computes the whole batch and only one counts it, so %d device(s) do nothing useful. "
+            "Use a batch_size of at least %d.",
+            feeder.batch_size,
+            strategy.num_replicas_in_sync,
+            strategy.num_replicas_in_sync - 1,
+            strategy.num_replicas_in_sync,
+        )
+
+
+def _refuse_misplaced_feeders(name: str, arguments: dict) -> None:
+    x = arguments.get("x")
+    if not isinstance(x, DistributedFeeder) and _holds_feeder(x):
+        raise SourceError(
+            f"x is a {type(x).__name__} that holds a DistributedFeeder. Pass the feeder itself, which holds "
+            f"inputs, targets and weights: model.{name}(feeder)."
+        )
+    for other in ("y", "sample_weight"):
+        if _holds_feeder(arguments.get(other)):
+            raise SourceError(
+                f"{other} is a DistributedFeeder. Targets and weights go into the feeder of the inputs: "
+                "DistributedFeeder(x, y, sample_weight)."
+            )
+        if isinstance(x, DistributedFeeder) and arguments.get(other) is not None:
+            raise SourceError(
+                f"{other} was given beside a DistributedFeeder, which holds its own targets and weights. "
+                f"Write model.{name}(DistributedFeeder(x, y, sample_weight))."
+            )
+    batch_size = arguments.get("batch_size")
+    if isinstance(x, DistributedFeeder) and batch_size not in (None, x.batch_size):
+        if not arguments.get("_use_cached_eval_dataset"):  # Then `fit` passes on its own batch size.
+            raise SourceError(
+                f"batch_size={batch_size} was given to {name}, but the feeder has batch_size={x.batch_size}. "
+                "Give it to the feeder only: DistributedFeeder(x, y, batch_size=...)."
+            )
+
+
+def _prepare_fit(arguments: dict) -> None:
+    x, validation = arguments.get("x"), arguments.get("validation_data")
+    if not isinstance(x, DistributedFeeder):
+        if not internals.keras_would_take(x, arguments.get("y")):
+            return
+        # Stock Keras would train inexactly on the strategy that the validation feeder may live on.
+        x = feeder_of_arrays(arguments)
+    split = arguments.pop("validation_split", 0.0)
+    if split and validation is None:
+        x, validation = x.validation_split(split)
+    arguments["x"] = x
+    if isinstance(validation, (tuple, list)):
+        if len(validation) == 1 or not _holds_feeder(validation):
+            inputs, targets, weights = internals.unpack_x_y_sample_weight(tuple(validation))
+        else:
+            raise SourceError(
+                f"validation_data is a {type(validation).__name__} that holds a DistributedFeeder. Pass the "
+                "feeder itself: validation_data=DistributedFeeder(x, y)."
+            )
+        validation = inputs
+        if internals.keras_would_take(inputs, targets):
+            size = arguments.pop("validation_batch_size", None) or x.batch_size
+            validation = DistributedFeeder(inputs, targets, weights, batch_size=size)
+    if validation is not None:
+        arguments["validation_data"] = validation
+
+
+def feeder_of_arrays(arguments: dict) -> DistributedFeeder:
+    """Moves the data out of the arguments of `fit`, `evaluate` or `predict` into a feeder.
+
+    Args:
+        arguments: The call's arguments by name; those that the feeder takes over are removed.
+    """
+    x, y = arguments.pop("x"), arguments.pop("y", None)
+    weights, batch_size = arguments.pop("sample_weight", None), arguments.pop("batch_size", None)
+    steps = arguments.get("steps_per_epoch") or arguments.get("steps")
+    shuffle = arguments.pop("shuffle", True)
+    if isinstance(shuffle, str):
+        raise SourceError(
+            f"shuffle={shuffle!r} keeps samples of a batch together, for HDF5; a feeder reads HDF5 sample by "
+            "sample at no such cost. Use shuffle=True."
+        )
+    feeder = DistributedFeeder(x, y, weights, batch_size=batch_size, shuffle=bool(shuffle))
+    if batch_size is None and steps:  # As Keras does: then steps alone fix the size of a batch.
+        feeder = DistributedFeeder(
+            x, y, weights, batch_size=-(-feeder.num_samples // steps), shuffle=bool(shuffle)
+        )
+    return feeder
+
+
+def _check_model(
+    model: tf.keras.Model, name: str, feeder: DistributedFeeder, strategy: tf.distribute.Strategy
+) -> None:
+    on_cpus = any("GPU" not in device for device in internals.replica_devices(strategy))
+    if getattr(model, "_jit_compile", None) and strategy.num_replicas_in_sync > 1 and on_cpus:
+        raise StrategyError(
+            "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
+            "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
+        )
+    overrides_step = type(model).train_step is not tf.keras.Model.train_step
+    if name == "fit" and model.loss and not overrides_step and len(feeder.source.element_spec) < 2:
+        raise SourceError(
+            f"The model was compiled with loss={model.loss!r}, which needs targets, but the feeder holds "
+            "inputs only. Pass y: DistributedFeeder(x, y)."
+        )
+    _check_inputs(model, feeder, strategy)
+
+
+def _check_inputs(model: tf.keras.Model, feeder: DistributedFeeder, strategy: tf.distribute.Strategy) -> None:
+    inputs = getattr(model, "inputs", None)
+    if not inputs or feeder.transform is not None:
+        return
+    x = feeder.source.element_spec[0]
+    if isinstance(x, dict):
+        specs = {key: spec for key, spec in x.items()}
+        named = [(tensor.name, tensor, specs.get(tensor.name)) for tensor in inputs]
+        missing = [key for key, _, spec in named if spec is None]
+        if missing:
+            raise SourceError(
+                f"The model has an input {missing[0]!r}, but x has the keys {sorted(specs)}. "
+                "Name the keys of x after the model's inputs."
+            )
+    else:
+        flat = tf.nest.flatten(x)
+        if len(flat) != len(inputs):
+            raise SourceError(
+                f"The model has {len(inputs)} input(s), {[tensor.name for tensor in inputs]}, but x holds "
+                f"{len(flat)} array(s). Pass one array for each input, as a list, tuple or dict."
+            )
+        named = [(tensor.name, tensor, spec) for tensor, spec in zip(inputs, flat)]
+    num_replicas = strategy.num_replicas_in_sync
+    plan = feeder.plan(num_replicas)
+    for key, tensor, spec in named:
+        declared, fed = tensor.shape[1:], spec.shape[1:]
+        if not _fits(declared, fed):
+            raise SourceError(
+                f"Input {key!r} of the model takes samples of shape {tuple(declared)}, but x holds samples of "
+                f"shape {tuple(fed)} ({spec.dtype.name}). Reshape x, or build the model for this shape."
+            )
+        sizes = {size for step in {0, plan.steps - 1} for size in plan.split(step).sizes}
+        if tensor.shape[0] is not None and sizes != {tensor.shape[0]}:
+            raise SourceError(
+                f"Input {key!r} of the model declares a batch of exactly {tensor.shape[0]} samples, but the "
+                f"replicas get {sorted(sizes)}. Build the model for the samples of one replica, with "
+                f"batch_size={tensor.shape[0] * num_replicas} and drop_remainder=True on the feeder for "
+                f"{num_replicas} replica(s)."
+            )
+
+
+def _fits(declared: tf.TensorShape, fed: tf.TensorShape) -> bool:
+    """Keras adds or drops a last axis of one element where that makes shapes fit."""
+    if declared.rank is not None and declared.rank == fed.rank + 1 and declared[-1] in (1, None):
+        declared = declared[:-1]
+    elif declared.rank is not None and declared.rank == fed.rank - 1 and fed[-1] == 1:
+        fed = fed[:-1]
+    return declared.is_compatible_with(fed)
+
+
+def _say_what_was_done(feeder: DistributedFeeder, strategy: tf.distribute.Strategy) -> None:
+    if not _logger.hasHandlers():  # Logging was not set up: a move to other devices is not to pass in silence.
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
+    sizes = feeder.plan(strategy.num_replicas_in_sync).split(0).sizes
+    each = f"{max(sizes)} samples each" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)} samples each"
+    _logger.info(
+        "%d replicas: %s, %s of a global batch of %d",
+        strategy.num_replicas_in_sync,
+        strategies.describe_devices(strategy),
+        each,
+        sum(sizes) if sum(sizes) < feeder.batch_size else feeder.batch_size,
+    )
+
+
+# --- While Keras runs --------------------------------------------------------------------------------------
+
+
+class FeedAdapter(internals.DataAdapter):
+    """What Keras's data handler asks about the data of one call."""
+
+    @staticmethod
+    def can_handle(x: Any, y: Any = None) -> bool:
+        """Keras asks every adapter, and exactly one may say yes."""
+        return isinstance(x, DistributedFeeder)
+
+    def __init__(
+        self,
+        x: DistributedFeeder,
+        y: Any = None,
+        sample_weights: Any = None,
+        steps: int | None = None,
+        shuffle: bool = True,
+        model: tf.keras.Model | None = None,
+        **other: Any,
+    ) -> None:
+        super().__init__(x, y)
+        call = _calls()[-1]
+        self._call, self._feeder, self._model = call, x, model
+        self._training = call.takes_for_training(x)
+        self._shuffle = shuffle
+        self.pipeline = x.pipeline(
+            tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
+        )
+        own_size = len(x) if self._training else self.pipeline.plan.steps
+        self._steps = steps or own_size
+        self._range = (0, self._steps if self._training else min(self._steps, own_size))
+        self._epoch = 0
+
+    def get_dataset(self) -> "_Steps":
+        """What Keras iterates."""
+        return _Steps(self, self.pipeline)
+
+    def get_size(self) -> int:
+        """Steps of an epoch."""
+        return self._steps
+
+    def batch_size(self) -> int:
+        """The global batch size."""
+        return self._feeder.batch_size
+
+    def has_partial_batch(self) -> bool:
+        """True if the last batch is smaller."""
+        return self.partial_batch_size() > 0
+
+    def partial_batch_size(self) -> int:
+        """Samples in a smaller last batch, or 0."""
+        return self._feeder.num_samples % self._feeder.batch_size
+
+    def should_recreate_iterator(self) -> bool:
+        """One stream serves all epochs, so that the pipeline does not drain between them."""
+        return False
+
+    def on_epoch_end(self) -> None:
+        """Keras calls this after each epoch."""
+        self._epoch += 1
+        if self._training:
+            self._feeder.note_epochs_trained(self._model, self._epoch)
+
+    def start_at(self, epoch: int, step: int, epochs: int) -> None:
+        """Sets what the next iterator reads.
+
+        Args:
+            epoch: First epoch, as Keras counts them.
+            step: First step of that epoch.
+            epochs: The epoch to stop before.
+        """
+        if not self._training:
+            return
+        if step and self._shuffle and self._feeder.shuffle and self._feeder.seed_was_drawn:
+            _logger.warning(
+                "Training goes on in the middle of an epoch (step %d), but the feeder drew a new seed, so "
+                "samples come in another order than before the interruption. Pass seed=... to the feeder.",
+                step,
+            )
+        # A second `fit` of the same model goes on with new orders; an explicit position is taken at its word.
+        passed = 0 if epoch or step else self._feeder.epochs_trained(self._model)
+        self._epoch = epoch + passed
+        self._range = (self._epoch * self._steps + step, (epochs - epoch) * self._steps - step)
+
+    def open_stream(self) -> Stream:
+        """The stream for a new iterator."""
+        first_step, num_steps = self._range
+        shuffled = self._training and self._shuffle
+        stream = self._feeder.stream(self.pipeline, shuffled, first_step, num_steps)
+        self._call.streams.append(stream)
+        return stream
+
+
+class _Steps(internals.DistributedDataset):
+    """The steps of one call, in the form that Keras takes for data that is distributed already."""
+
+    def __init__(self, adapter: FeedAdapter, pipeline: Pipeline) -> None:
+        self._adapter, self._pipeline = adapter, pipeline
+
+    def map(self, function: Callable) -> "_Steps":
+        """The same steps with `function` applied to each batch; Keras adds class weights in this way."""
+        return _Steps(self._adapter, self._pipeline.with_transform(function))
+
+    @property
+    def element_spec(self) -> Any:
+        """Type of a global batch."""
+        return self._pipeline.element_spec
+
+    def __iter__(self) -> Iterator:
+        return self._pipeline.iterate(self._adapter.open_stream())
+
+
+def _enumerate_epochs(original: Callable) -> Callable:
+    def enumerate_epochs(handler: Any) -> Iterator:
+        adapter = internals.adapter_of(handler)
+        if isinstance(adapter, FeedAdapter):
+            adapter.start_at(*internals.epoch_range(handler))
+        return original(handler)
+
+    return enumerate_epochs

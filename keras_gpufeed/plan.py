@@ -1,0 +1,233 @@
+"""Decides which samples each replica gets in each step.
+
+Flow:   errors -> [plan] -> order -> sources -> ...
+Owns:   steps, per-replica ranges, the small-tail rule, shares.
+Leaves: which sample stands at which place (order), reading samples (sources), TensorFlow (pipeline).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .errors import SourceError
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One global batch, cut for the replicas.
+
+    Args:
+        num_samples: Samples in the global batch.
+        parts: One `(start, stop)` range of the global batch for each replica.
+        small_tail: True if there are fewer samples than replicas, so that every replica gets all of them.
+    """
+
+    num_samples: int
+    parts: tuple[tuple[int, int], ...]
+    small_tail: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples on each replica."""
+        return tuple(stop - start for start, stop in self.parts)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Weight of each replica: replicas x its samples / samples of the step. They sum to the replicas."""
+        num_replicas = len(self.parts)
+        return tuple(num_replicas * size / sum(self.sizes) for size in self.sizes)
+
+
+def split_batch(num_samples: int, num_replicas: int) -> Split:
+    """Cuts a global batch into contiguous parts whose sizes differ by at most one sample.
+
+    With fewer samples than replicas no cut leaves every replica a sample. Then each replica gets all of
+    them: its gradient is already the whole one, and no layer ever sees zero samples.
+
+    Args:
+        num_samples: Samples in the global batch, at least 1.
+        num_replicas: Replicas in sync, at least 1.
+
+    Returns:
+        The `Split`.
+
+    Example:
+        >>> split_batch(10, 4).sizes
+        (3, 3, 2, 2)
+        >>> split_batch(3, 4).sizes
+        (3, 3, 3, 3)
+    """
+    if num_samples < num_replicas:
+        return Split(num_samples, ((0, num_samples),) * num_replicas, small_tail=True)
+    size, extra = divmod(num_samples, num_replicas)
+    starts = [replica * size + min(replica, extra) for replica in range(num_replicas + 1)]
+    return Split(num_samples, tuple(zip(starts[:-1], starts[1:])), small_tail=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """How one pass over the data is cut into steps, and each step into replicas.
+
+    Args:
+        num_samples: Samples in one pass; None if the source does not know its length.
+        global_batch_size: Samples that all replicas together consume in one step; None if the source
+            yields batches of its own sizes.
+        num_replicas: Replicas in sync.
+        drop_remainder: True if a last batch smaller than the global batch is left out.
+        sample_bytes: Bytes of one sample as it is fed, or None if samples differ in size.
+        prefetch: Global batches that are prepared ahead of the step.
+        devices: Names of the devices, one for each replica, for display.
+
+    Raises:
+        SourceError: If there is nothing to feed.
+
+    Example:
+        >>> plan = BatchPlan(num_samples=1025, global_batch_size=256, num_replicas=4)
+        >>> plan.steps, plan.split(0).sizes, plan.split(4).sizes
+        (5, (64, 64, 64, 64), (1, 1, 1, 1))
+        >>> print(plan)
+        1025 samples in 5 steps of 256 on 4 replicas
+          a full step     64 + 64 + 64 + 64 samples
+          the last step   1 sample: all 4 replicas compute it, replica 0 counts it
+          shares          all steps even: no replica weighs more than another
+          left out        nothing
+    """
+
+    num_samples: int | None
+    global_batch_size: int | None
+    num_replicas: int
+    drop_remainder: bool = False
+    sample_bytes: int | None = None
+    prefetch: int = 2
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.steps == 0:
+            if not self.num_samples:
+                raise SourceError(
+                    "There is nothing to feed: the source holds 0 samples. "
+                    "Check the path, filter or slice that the data came from."
+                )
+            raise SourceError(
+                f"drop_remainder=True leaves nothing to feed: {self.num_samples} samples do not fill one "
+                f"global batch of {self.global_batch_size}. Use a smaller batch_size or drop_remainder=False."
+            )
+
+    @property
+    def steps(self) -> int | None:
+        """Steps in one pass, or None if the source does not know its length."""
+        if self.num_samples is None or self.global_batch_size is None:
+            return None
+        if self.drop_remainder:
+            return self.num_samples // self.global_batch_size
+        return -(-self.num_samples // self.global_batch_size)
+
+    @property
+    def samples_left_out(self) -> int:
+        """Samples that `drop_remainder` keeps out of every pass."""
+        if not self.drop_remainder or self.num_samples is None or self.global_batch_size is None:
+            return 0
+        return self.num_samples % self.global_batch_size
+
+    def samples_of(self, step: int) -> tuple[int, int]:
+        """The places `(start, stop)` in the pass's order that `step` covers.
+
+        Args:
+            step: Step of the pass, from 0. Needs a source of known length.
+        """
+        assert self.num_samples is not None and self.global_batch_size is not None
+        start = step * self.global_batch_size
+        return start, min(start + self.global_batch_size, self.num_samples)
+
+    def split(self, step: int) -> Split:
+        """How the global batch of `step` is cut for the replicas.
+
+        Args:
+            step: Step of the pass, from 0. Needs a source of known length.
+        """
+        start, stop = self.samples_of(step)
+        return split_batch(stop - start, self.num_replicas)
+
+    @property
+    def even(self) -> bool:
+        """True if in every step all replicas get equally many samples and each sample goes to one replica."""
+        if self.num_replicas == 1:
+            return True
+        if self.steps is None:
+            return False
+        splits = {self.split(0), self.split(self.steps - 1)}
+        return all(len(set(split.sizes)) == 1 and not split.small_tail for split in splits)
+
+    @property
+    def has_small_tail(self) -> bool:
+        """True if some step may have fewer samples than replicas."""
+        return self.steps is None or self.split(0).small_tail or self.split(self.steps - 1).small_tail
+
+    @property
+    def bytes_in_flight(self) -> int | None:
+        """Host bytes of the batches prepared ahead plus the one in use; None if samples differ in size."""
+        if self.sample_bytes is None or self.global_batch_size is None:
+            return None
+        return (self.prefetch + 1) * self.global_batch_size * self.sample_bytes
+
+    def __str__(self) -> str:
+        lines = []
+        if self.steps is None:
+            lines.append(f"batches of the source's own sizes on {_count(self.num_replicas, 'replica')}")
+        else:
+            lines.append(
+                f"{_count(self.num_samples, 'sample')} in {_count(self.steps, 'step')} of "
+                f"{self.global_batch_size} on {_count(self.num_replicas, 'replica')}"
+            )
+        if self.devices:
+            lines.append(f"  devices         {', '.join(self.devices)}")
+        if self.steps is not None:
+            first, last = self.split(0), self.split(self.steps - 1)
+            if first.num_samples == self.global_batch_size:
+                lines.append(f"  a full step     {_describe(first)}")
+            if last != first or self.steps == 1:
+                lines.append(f"  the last step   {_describe(last)}")
+            lines.append(f"  shares          {self._describe_shares(first, last)}")
+            left_out = self.samples_left_out
+            lines.append(
+                f"  left out        {_count(left_out, 'sample') + ' (drop_remainder)' if left_out else 'nothing'}"
+            )
+        if self.bytes_in_flight is not None:
+            lines.append(
+                f"  bytes in flight {_readable_bytes(self.bytes_in_flight)} on the host "
+                f"({self.prefetch} global batches ahead and one in use)"
+            )
+        return "\n".join(lines)
+
+    def _describe_shares(self, first: Split, last: Split) -> str:
+        uneven = [split for split in (first, last) if len(set(split.sizes)) > 1]
+        if self.num_replicas == 1:
+            return "one replica: nothing to weigh"
+        if not uneven:
+            return "all steps even: no replica weighs more than another"
+        return "uneven steps weigh each replica by its samples: " + ", ".join(
+            f"{share:.3g}" for share in uneven[-1].shares
+        )
+
+
+def _count(number: int | None, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _describe(split: Split) -> str:
+    num_replicas = len(split.parts)
+    if split.small_tail:
+        subject = _count(split.num_samples, "sample")
+        pronoun = "it" if split.num_samples == 1 else "them"
+        return f"{subject}: all {num_replicas} replicas compute {pronoun}, replica 0 counts {pronoun}"
+    if num_replicas > 8:
+        return f"{split.sizes[0]} to {split.sizes[-1]} samples on each of {num_replicas} replicas"
+    return " + ".join(str(size) for size in split.sizes) + (" samples" if split.num_samples != 1 else " sample")
+
+
+def _readable_bytes(num_bytes: float) -> str:
+    for unit in ("bytes", "KB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"

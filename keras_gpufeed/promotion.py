@@ -1,0 +1,165 @@
+"""Moves an existing model onto a strategy, in place.
+
+Flow:   ... -> strategy -> [promotion] -> exact -> sources -> ...
+Owns:   finding every variable of a model and turning it, the object, into a distributed one.
+Leaves: choosing the strategy (strategy), feeding (pipeline).
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import Any, Iterator
+
+import tensorflow as tf
+
+from . import internals
+from . import strategy as strategies
+from .errors import StrategyError
+
+_logger = logging.getLogger("keras_gpufeed")
+
+_LEAVES = (str, bytes, int, float, type(None), type, types.ModuleType, *internals.GRAPH_RECORDS)
+
+
+def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = None) -> tf.keras.Model:
+    """Moves a model onto every visible device, in place.
+
+    The model stays the same object with the same variable objects, so everything that refers to them stays
+    right: shared layers, closures of regularisers and losses, optimizer slots, metrics. Weights, optimizer
+    state and the iteration count are kept. Saved, the model loads in a program without keras_gpufeed.
+
+    `fit`, `evaluate` and `predict` do this on their own when they are handed a feeder.
+
+    Args:
+        model: A Keras model of any kind: built or not, compiled or not, trained or not.
+        strategy: Where to move it; `get_strategy()` if None.
+
+    Returns:
+        The same model.
+
+    Raises:
+        StrategyError: If the strategy cannot be served, the model lives on another one, or the model was
+            loaded from a SavedModel without its class.
+
+    Example:
+        >>> import keras_gpufeed as kg
+        >>> import tensorflow as tf
+        >>> model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,))])
+        >>> kernel = model.layers[0].kernel
+        >>> kg.distribute(model).distribute_strategy.num_replicas_in_sync
+        8
+        >>> model.layers[0].kernel is kernel
+        True
+    """
+    if not isinstance(model, tf.keras.Model):
+        raise StrategyError(
+            f"Only a Keras model can be moved. Received an object of type {type(model).__name__}."
+        )
+    if strategy is None:
+        strategy = internals.lives_on(model) or strategies.get_strategy()
+    strategies.prepare(strategy)
+    home = internals.lives_on(model)
+    if home is strategy or internals.is_default(strategy):
+        return model
+    if home is not None:
+        raise StrategyError(
+            f"The model lives on a strategy of {home.num_replicas_in_sync} replica(s) already and cannot be "
+            f"moved to one of {strategy.num_replicas_in_sync}. Save it and load it again, or rebuild it, "
+            "outside any strategy scope."
+        )
+    _move(model, strategy)
+    return model
+
+
+def _move(model: tf.keras.Model, strategy: tf.distribute.Strategy) -> None:
+    owners, variables = [], []
+    for found in _walk(model):
+        (variables if isinstance(found, tf.Variable) else owners).append(found)
+    _check(owners, variables, strategy)
+    with strategy.scope():
+        for variable in variables:
+            inner = internals.unwrap_autocast(variable)
+            if not internals.is_distributed(inner):
+                _move_variable(inner, strategy)
+            if inner is not variable:
+                internals.refresh_autocast(variable)
+    for owner in owners:
+        internals.settle_on(owner, strategy)
+    unsynchronized = [
+        owner.name
+        for owner in owners
+        if isinstance(owner, tf.keras.layers.BatchNormalization) and not owner.synchronized
+    ]
+    if unsynchronized and strategy.num_replicas_in_sync > 1:
+        _logger.warning(
+            "%d BatchNormalization layer(s) (%s%s) normalise with each replica's own samples, so results "
+            "differ from one device. BatchNormalization(synchronized=True) uses the global batch.",
+            len(unsynchronized),
+            ", ".join(unsynchronized[:3]),
+            ", ..." if len(unsynchronized) > 3 else "",
+        )
+
+
+def _check(owners: list, variables: list[tf.Variable], strategy: tf.distribute.Strategy) -> None:
+    for owner in owners:
+        if internals.is_revived(owner):
+            raise StrategyError(
+                f"Layer {owner.name!r} was loaded from a SavedModel without its class, so it runs stored "
+                "functions that cannot be moved. Load the model inside `with keras_gpufeed.get_strategy()"
+                ".scope():`, or pass its class to load_model(custom_objects=...)."
+            )
+    for variable in variables:
+        inner = internals.unwrap_autocast(variable)
+        if internals.is_distributed(inner) and inner.distribute_strategy is not strategy:
+            raise StrategyError(
+                f"Variable {variable.name!r} lives on another strategy already; the model shares a layer "
+                "with a model that was moved there. Pass that strategy to distribute(model, strategy)."
+            )
+
+
+def _move_variable(variable: tf.Variable, strategy: tf.distribute.Strategy) -> None:
+    replacement = tf.Variable(
+        initial_value=variable.read_value(),
+        trainable=variable.trainable,
+        name=variable.name.partition(":")[0],
+        dtype=variable.dtype,
+        constraint=variable.constraint,
+        synchronization=variable.synchronization,
+        aggregation=variable.aggregation,
+        shape=variable.shape,
+    )
+    if not internals.is_distributed(replacement):  # OneDeviceStrategy: an ordinary variable on its device.
+        variable.__dict__ = replacement.__dict__
+        return
+    internals.become_distributed(variable, replacement)
+    if (
+        variable.synchronization == tf.VariableSynchronization.ON_READ
+        and variable.aggregation == tf.VariableAggregation.SUM
+    ):
+        # Reading sums the components, and each was given the whole value.
+        for component in variable.values[1:]:
+            component.assign(tf.zeros_like(component))
+
+
+def _walk(root: Any) -> Iterator[Any]:
+    """Every variable, model, layer and optimizer that `root` holds, each once.
+
+    Keras's own lists (`weights`, `metrics`) leave out counters, containers that are not built yet, and what a
+    model's own `compile` stores in its attributes, so this follows the attributes.
+    """
+    seen, stack = set(), [root]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _LEAVES) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, tf.Variable):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack.extend(item)
+        elif isinstance(item, tf.__internal__.tracking.Trackable) or type(item).__module__.startswith("keras."):
+            yield item
+            stack.extend(internals.children_of(item))

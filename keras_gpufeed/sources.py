@@ -1,0 +1,312 @@
+"""Turns what the user hands over into samples that can be read by number.
+
+Flow:   ... -> buffers -> [sources] -> pipeline -> feeder -> ...
+Owns:   checking and reading arrays of every kind.
+Leaves: which samples make a batch (plan, order), bringing them into TensorFlow (pipeline).
+
+A source offers `num_samples`, `element_spec` (the type of a batch), `sample_bytes` and `read(samples)`, which
+gives one array for each component of a batch. To add a kind of array, add a class with the same attributes as
+`_ArrayComponent` and let `_make_component` choose it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from .buffers import BufferPool
+from .errors import SourceError
+
+Samples = Any  # A slice with start and stop, or an int64 array of sample numbers.
+
+
+class ArraySource:
+    """Arrays of equally many samples, nested as the model takes them.
+
+    Args:
+        x: Inputs: an array, or tuples, lists and dicts of arrays.
+        y: Targets, likewise, or None.
+        sample_weight: Weights of samples or time steps, likewise, or None.
+
+    Raises:
+        SourceError: If the arrays do not fit each other or cannot be fed.
+    """
+
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None) -> None:
+        named = {"x": x, "y": y, "sample_weight": sample_weight}
+        while len(named) > 1 and named[list(named)[-1]] is None:
+            named.popitem()
+        if named.get("y", x) is None:
+            raise SourceError("sample_weight was given without y. Pass the targets as y as well.")
+        structure = tuple(_to_structure(value, name) for name, value in named.items())
+        leaves = tf.nest.flatten(structure)
+        names = [_readable_path(path) for path in _paths(structure)]
+        missing = [name for name, leaf in zip(names, leaves) if leaf is None]
+        if any(not name.startswith("sample_weight") for name in missing):
+            raise SourceError(f"Every input and target must be an array. Received None for {missing[0]}.")
+        components = [
+            None if leaf is None else _make_component(leaf, name) for leaf, name in zip(leaves, names)
+        ]
+        lengths = {
+            name: component.num_samples for name, component in zip(names, components) if component is not None
+        }
+        if len(set(lengths.values())) > 1:
+            raise SourceError(
+                "All arrays must have the same number of samples along their first axis. Received "
+                f"{', '.join(f'{name}: {length}' for name, length in lengths.items())}. "
+                "Check that inputs and targets were filtered in the same way."
+            )
+        self.num_samples: int = next(iter(lengths.values()))
+        if self.num_samples == 0:
+            raise SourceError(
+                "There is nothing to feed: the arrays hold 0 samples. "
+                "Check the path, filter or slice that they came from."
+            )
+        # Keras weighs an output whose sample weight is None by 1; a broadcast 1 costs no memory.
+        ones = np.broadcast_to(np.ones((), tf.keras.backend.floatx()), (self.num_samples,))
+        self._components = [component or _ArrayComponent(ones) for component in components]
+        self.element_spec = tf.nest.pack_sequence_as(
+            structure, [component.spec for component in self._components]
+        )
+
+    @property
+    def sample_bytes(self) -> int | None:
+        """Bytes of one sample as it is fed; None if there are strings."""
+        sizes = [component.sample_bytes for component in self._components]
+        return None if None in sizes else sum(sizes)
+
+    def read(self, samples: Samples) -> list[np.ndarray]:
+        """The components of one batch.
+
+        Args:
+            samples: Which samples, in which order.
+
+        Returns:
+            One array of shape `(batch, ...)` for each component, in the order of `tf.nest.flatten`.
+        """
+        return [component.read(samples) for component in self._components]
+
+
+class SampleRange:
+    """Some consecutive samples of a source, as a source.
+
+    Args:
+        source: Any index-addressed source.
+        start: Its first sample here.
+        stop: One past the last.
+    """
+
+    def __init__(self, source: Any, start: int, stop: int) -> None:
+        self._source, self._start = source, start
+        self.num_samples = stop - start
+        self.element_spec, self.sample_bytes = source.element_spec, source.sample_bytes
+
+    def read(self, samples: Samples) -> list[np.ndarray]:
+        """The components of one batch."""
+        if isinstance(samples, slice):
+            return self._source.read(slice(samples.start + self._start, samples.stop + self._start))
+        return self._source.read(samples + self._start)
+
+
+class _ArrayComponent:
+    """A NumPy array of numbers; memory maps included."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self._pool = BufferPool()
+        self._dtype = _fed_dtype(array.dtype)
+        # `np.take` is the fastest way from scattered samples to a buffer, but it neither casts nor strides.
+        self._can_take = array.flags.c_contiguous and array.dtype == self._dtype
+        self.num_samples = len(array)
+        self.spec = tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(self._dtype))
+        self.sample_bytes: int | None = math.prod(array.shape[1:]) * self._dtype.itemsize
+
+    def read(self, samples: Samples) -> np.ndarray:
+        if isinstance(samples, slice):
+            batch_size = samples.stop - samples.start
+        else:
+            batch_size = len(samples)
+        out = self._pool.empty((batch_size, *self._array.shape[1:]), self._dtype)
+        if isinstance(samples, slice) or not self._can_take:
+            np.copyto(out, self._array[samples], casting="same_kind")
+        else:
+            # With mode="raise" NumPy fills a second buffer first, in case a number is out of range.
+            np.take(self._array, samples, axis=0, out=out, mode="clip")
+        return out
+
+
+class _StringComponent:
+    """An array of strings, bytes or Python objects that are either."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.num_samples = len(array)
+        self.spec = tf.TensorSpec((None, *array.shape[1:]), tf.string)
+        self.sample_bytes: int | None = None
+
+    def read(self, samples: Samples) -> np.ndarray:
+        batch = self._array[samples]
+        encoded = np.empty(batch.size, object)
+        for place, text in enumerate(batch.flat):
+            encoded[place] = text.encode("utf-8") if isinstance(text, str) else bytes(text)
+        return encoded.reshape(batch.shape)
+
+
+class _FrameComponent:
+    """A pandas DataFrame whose columns do not lie in one array; converted batch by batch."""
+
+    def __init__(self, frame: Any, dtype: np.dtype) -> None:
+        self._frame = frame
+        self._dtype = _fed_dtype(dtype)
+        self._pool = BufferPool()
+        self.num_samples = len(frame)
+        self.spec = tf.TensorSpec((None, frame.shape[1]), tf.as_dtype(self._dtype))
+        self.sample_bytes: int | None = frame.shape[1] * self._dtype.itemsize
+
+    def read(self, samples: Samples) -> np.ndarray:
+        batch = self._frame.iloc[samples]
+        out = self._pool.empty(batch.shape, self._dtype)
+        for place in range(batch.shape[1]):
+            out[:, place] = batch.iloc[:, place].to_numpy()
+        return out
+
+
+class _ArrayLikeComponent:
+    """Anything with shape, dtype, length and indexing, such as an HDF5 data set; never read whole."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._dtype = _fed_dtype(np.dtype(array.dtype))
+        self._pool = BufferPool()
+        self.num_samples = len(array)
+        self.spec = tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(self._dtype))
+        self.sample_bytes: int | None = math.prod(array.shape[1:]) * self._dtype.itemsize
+
+    def read(self, samples: Samples) -> np.ndarray:
+        if isinstance(samples, slice):
+            batch = np.asarray(self._array[samples])
+            out = self._pool.empty(batch.shape, self._dtype)
+            out[...] = batch
+            return out
+        # HDF5 wants increasing numbers, and every file is read faster in its own order.
+        order = np.argsort(samples)
+        batch = np.asarray(self._array[samples[order]])
+        out = self._pool.empty(batch.shape, self._dtype)
+        out[order] = batch
+        return out
+
+
+def _make_component(value: Any, name: str) -> Any:
+    kind = type(value).__module__.partition(".")[0]
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(value, "tocsr"):
+        raise SourceError(
+            f"{name} is a {type(value).__name__}, which cannot be fed. Pass a dense array of equally long "
+            "samples, padded where necessary."
+        )
+    if isinstance(value, (tf.Tensor, tf.Variable)):
+        value = value.numpy()
+    elif kind == "pandas" and hasattr(value, "columns"):
+        return _make_frame_component(value, name)
+    elif kind == "pandas":
+        value = np.expand_dims(value.to_numpy(), -1)  # (n, 1), as Keras does.
+    if not isinstance(value, np.ndarray):
+        if all(hasattr(value, attribute) for attribute in ("shape", "dtype", "__getitem__", "__len__")):
+            _check_array(value, name)
+            return _ArrayLikeComponent(value)
+        value = _to_array(value, name)
+    _check_array(value, name)
+    if value.dtype.kind in "SUO":
+        _check_strings(value, name)
+        return _StringComponent(value)
+    return _ArrayComponent(value)
+
+
+def _make_frame_component(frame: Any, name: str) -> Any:
+    array = frame.to_numpy()
+    _check_array(array, name)
+    one_block = len(frame.columns) and np.shares_memory(array, frame.iloc[:, 0].to_numpy())
+    if array.dtype.kind in "SUO":
+        _check_strings(array, name)
+        return _StringComponent(array)
+    return _ArrayComponent(array) if one_block else _FrameComponent(frame, array.dtype)
+
+
+def _to_array(value: Any, name: str) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise SourceError(
+            f"{name} is a {type(value).__name__} of unequal lengths, which makes no array: {error} "
+            "Pad its samples to one length, for example with keras.utils.pad_sequences."
+        ) from None
+
+
+def _check_array(array: Any, name: str) -> None:
+    if len(array.shape) == 0:
+        raise SourceError(
+            f"{name} has no axis of samples: its shape is (). Pass an array of shape (num_samples, ...)."
+        )
+    if np.dtype(array.dtype).kind not in "biufcSUO" and tf.as_dtype(array.dtype) != tf.bfloat16:
+        raise SourceError(
+            f"{name} has dtype {array.dtype}, which cannot be fed. Convert it to numbers or strings first."
+        )
+
+
+def _check_strings(array: np.ndarray, name: str) -> None:
+    if array.dtype.kind != "O":
+        return
+    for place, item in enumerate(array.flat):
+        if not isinstance(item, (str, bytes)):
+            raise SourceError(
+                f"{name} has dtype object, and an element that is no string: number {place} is a "
+                f"{type(item).__name__}. Numbers need a numeric dtype ({name}.astype('float32')); samples of "
+                "unequal lengths must be padded; missing values must be filled."
+            )
+
+
+def _fed_dtype(dtype: np.dtype) -> np.dtype:
+    """Floating-point numbers become Keras's floatx, as in `fit`; everything else stays."""
+    if dtype.kind == "f":
+        return np.dtype(tf.keras.backend.floatx())
+    return dtype.newbyteorder("=")
+
+
+def _to_structure(value: Any, name: str) -> Any:
+    """Lists become tuples, as tf.data has no lists; lists of numbers become arrays."""
+    if isinstance(value, list) and _is_numbers(value):
+        return _to_array(value, name)
+    if isinstance(value, dict):
+        return type(value)((key, _to_structure(item, f"{name}[{key!r}]")) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise SourceError(f"{name} is an empty {type(value).__name__}; it must hold at least one array.")
+        return tuple(_to_structure(item, f"{name}[{place}]") for place, item in enumerate(value))
+    return value
+
+
+def _is_numbers(value: Any) -> bool:
+    """True for a list of numbers or strings, or of such lists: data, not structure."""
+    if isinstance(value, list):
+        return bool(value) and all(_is_numbers(item) for item in value)
+    return isinstance(value, (int, float, complex, str, bytes, np.generic))
+
+
+def _paths(structure: tuple) -> list[tuple]:
+    """Where each leaf stands, in the order of `tf.nest.flatten`."""
+
+    def walk(value: Any, path: tuple) -> list[tuple]:
+        if isinstance(value, dict):
+            return [found for key in sorted(value) for found in walk(value[key], (*path, key))]
+        if isinstance(value, tuple):
+            return [found for place, item in enumerate(value) for found in walk(item, (*path, place))]
+        return [path]
+
+    return walk(structure, ())
+
+
+def _readable_path(path: tuple) -> str:
+    first, *rest = path
+    return ("x", "y", "sample_weight")[first] + "".join(f"[{key!r}]" for key in rest)

@@ -1,0 +1,24 @@
+"""One process-wide set of eight virtual devices, and models small enough for many tests."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import gc
+
+import pytest
+import tensorflow as tf
+
+import keras_gpufeed as kg
+
+kg.use_virtual_devices(8)
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Gives every test the same seeds and leaves no graphs to the next one."""
+    tf.keras.utils.set_random_seed(1)
+    yield
+    tf.keras.mixed_precision.set_global_policy("float32")
+    tf.keras.backend.clear_session()
+    gc.collect()
