@@ -12,6 +12,8 @@ import tensorflow as tf
 import keras_gpufeed as kg
 
 kg.use_virtual_devices(8)
+gc.collect()
+gc.freeze()  # TensorFlow's own objects stay; looking at them again after each test takes a quarter of a second.
 
 
 @pytest.fixture(autouse=True)
