@@ -17,16 +17,16 @@ import tensorflow as tf
 
 from . import internals
 from . import strategy as strategies
+from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, make_batch_source
 from .errors import SourceError
-from .pipeline import Pipeline, Stream
-from .plan import BatchPlan
+from .pipeline import Pipeline
+from .plan import BatchPlan, split_batch
 from .sources import ArraySource, SampleRange
-
-_DEFAULT_BATCH_SIZE = 32  # As in Keras.
+from .streams import BatchStream, SampleStream
 
 
 class DistributedFeeder:
-    """Feeds arrays to every device, with the result of one.
+    """Feeds arrays or generators to every device, with the result of one.
 
     Goes where `x` goes: into `fit`, `evaluate`, `predict` and `validation_data`, of any Keras model. A model that
     lives on no strategy is moved onto every visible GPU, in place.
@@ -35,21 +35,29 @@ class DistributedFeeder:
         x: Inputs of shape `(num_samples, ...)`: a NumPy array, memory map, pandas frame, tensor or anything
             with shape, dtype, length and indexing (an HDF5 data set); or tuples, lists and dicts of these.
             Nothing is copied but the batches in flight.
-        y: Targets, likewise.
+            Or a source of global batches `x`, `(x, y)` or `(x, y, sample_weight)`: a function that returns a
+            fresh iterator for each epoch (called with `epoch=` if it takes that), a generator object (one
+            pass), a `keras.utils.Sequence`, a `tf.data.Dataset`, a `queue.Queue` (None ends an epoch), or
+            any other iterable. An object with a length that gives single samples by number is read by sample.
+        y: Targets, likewise; sources of batches hold their own.
         sample_weight: Weights of shape `(num_samples,)` or `(num_samples, time steps)`, or one such array for
             each output.
         batch_size: Global batch size: samples per step over all replicas, as in Keras. Any number; it need
-            not divide by the replicas, nor the samples by it.
+            not divide by the replicas, nor the samples by it. None is 32 for arrays and single samples, and
+            leaves the batches of a source as they are.
+        batched: False if a source yields single samples rather than batches.
         shuffle: Whether `fit` reads samples in a new random order each epoch. `evaluate`, `predict` and
             validation always read in input order.
         seed: Fixes the orders: they depend on (seed, epoch) alone, not on the number of replicas. None draws
-            one, found in `feeder.seed`, so that a run can be repeated.
+            one, found in `feeder.seed`, so that a run can be repeated. Generators keep their own order.
         drop_remainder: Whether to leave out a last batch smaller than `batch_size` in `fit`.
         steps_per_epoch: Steps of an epoch of `fit`, if not one pass over the data. The next epoch goes on
             where the last one stopped.
         transform: A TensorFlow function applied to each global batch on the host, called as `Dataset.map` calls
             one: with x, y and sample_weight as far as they were given. It keeps the number of samples.
         prefetch: Global batches prepared ahead of the step, at least 0.
+        element_spec: The type of a batch of a source, as nested `tf.TensorSpec`; None learns it from the first
+            two batches, in which an axis that changes may change later on.
 
     Raises:
         SourceError: If the data or the arguments do not fit each other.
@@ -84,10 +92,13 @@ class DistributedFeeder:
         steps_per_epoch: int | None = None,
         transform: Callable | None = None,
         prefetch: int = 2,
+        batched: bool = True,
+        element_spec: Any = None,
     ) -> None:
         if isinstance(x, DistributedFeeder):
             raise SourceError("x is a DistributedFeeder already; pass it to fit as it is.")
-        self.batch_size: int = _positive("batch_size", batch_size, default=_DEFAULT_BATCH_SIZE)
+        batch_size = _positive("batch_size", batch_size)
+        batched = _boolean("batched", batched)
         self.steps_per_epoch: int | None = _positive("steps_per_epoch", steps_per_epoch)
         self.prefetch: int = _integer("prefetch", prefetch, least=0)
         self.shuffle: bool = _boolean("shuffle", shuffle)
@@ -97,7 +108,27 @@ class DistributedFeeder:
         if transform is not None and not callable(transform):
             raise SourceError(f"transform must be a function of (x, y). Received a {type(transform).__name__}.")
         self.transform = transform
-        self.source: ArraySource | SampleRange = _make_source(x, y, sample_weight)
+        _refuse_nested_feeders(x, y, sample_weight)
+        batch_source = make_batch_source(x, batch_size, batched, self.drop_remainder)
+        if batch_source is None:
+            if not batched or element_spec is not None:
+                raise SourceError(
+                    f"batched and element_spec are for sources of batches. Received a {type(x).__name__}, whose "
+                    "samples lie along its first axis. Leave both out."
+                )
+            self.source: Any = ArraySource(x, y, sample_weight)
+            batch_size = batch_size or DEFAULT_BATCH_SIZE
+        else:
+            if y is not None or sample_weight is not None:
+                raise SourceError(
+                    f"y and sample_weight were given beside a {type(x).__name__}, which yields its own. Let it "
+                    "yield (x, y) or (x, y, sample_weight)."
+                )
+            self.source = batch_source
+            if batch_source.num_samples is not None or not batched:
+                batch_size = batch_size or DEFAULT_BATCH_SIZE
+        self.batch_size: int | None = batch_size
+        self.element_spec = element_spec
         self._setup()
 
     def _setup(self) -> None:
@@ -106,23 +137,49 @@ class DistributedFeeder:
         self._epochs_of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     @property
-    def num_samples(self) -> int:
-        """Samples in one pass."""
+    def is_streaming(self) -> bool:
+        """True if batches are read one after the other, on a thread, and not by number."""
+        return isinstance(self.source, BatchSource)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in one pass; None if the source does not say."""
         return self.source.num_samples
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps in one epoch of `fit`; None if the source does not say."""
+        return self.steps_per_epoch or self.steps_per_pass
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """Steps in one pass over the data; None if the source does not say."""
+        return self.source.num_batches if self.is_streaming else self.plan(1).steps
 
     def __len__(self) -> int:
         """Steps in one epoch of `fit`."""
-        return self.steps_per_epoch or self.plan(1).steps
+        if self.num_steps is None:
+            raise TypeError("The source does not say how many batches it gives, so the feeder has no length.")
+        return self.num_steps
+
+    def __bool__(self) -> bool:
+        """True, also without a length: Keras asks whether there is validation data."""
+        return True
 
     def __repr__(self) -> str:
         plan = self.plan()
-        sizes = plan.split(0).sizes
-        per_replica = str(max(sizes)) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
-        return (
-            f"DistributedFeeder({self.num_samples} samples, global batch {self.batch_size}, "
-            f"{plan.num_replicas} x {per_replica} samples per replica, {len(self)} steps per epoch, "
-            f"seed={self.seed if self.shuffle else None})"
-        )
+        parts = [] if self.num_samples is None else [f"{self.num_samples} samples"]
+        if self.batch_size is None:
+            parts.append("batches of the source's own sizes")
+        else:
+            sizes = split_batch(min(self.batch_size, self.num_samples or self.batch_size), plan.num_replicas).sizes
+            per_replica = str(max(sizes)) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+            parts.append(f"global batch {self.batch_size}")
+            parts.append(f"{plan.num_replicas} x {per_replica} samples per replica")
+        if self.num_steps is not None:
+            parts.append(f"{self.num_steps} steps per epoch")
+        parts.append(f"seed={self.seed if self.shuffle else None}")
+        return f"DistributedFeeder({', '.join(parts)})"
 
     def plan(self, num_replicas: int | None = None) -> BatchPlan:
         """How one pass over the data is cut into steps, and each step into replicas.
@@ -147,8 +204,7 @@ class DistributedFeeder:
         """
         if num_replicas is None:
             num_replicas = strategies.num_visible_devices()
-        num_replicas = _positive("num_replicas", num_replicas)
-        return self._plan_for(num_replicas, drop_remainder=self.drop_remainder)
+        return self._plan_for(_integer("num_replicas", num_replicas, least=1), drop_remainder=self.drop_remainder)
 
     def _plan_for(self, num_replicas: int, drop_remainder: bool) -> BatchPlan:
         return BatchPlan(
@@ -156,7 +212,7 @@ class DistributedFeeder:
             global_batch_size=self.batch_size,
             num_replicas=num_replicas,
             drop_remainder=drop_remainder,
-            sample_bytes=self.source.sample_bytes,
+            sample_bytes=None if self.is_streaming else self.source.sample_bytes,
             prefetch=self.prefetch,
         )
 
@@ -174,20 +230,36 @@ class DistributedFeeder:
         if key not in self._pipelines:
             plan = self._plan_for(internals.num_replicas(strategy), key[1])
             transforms = (self.transform,) if self.transform else ()
-            self._pipelines[key] = Pipeline(self.source, plan, strategy, transforms, predicting)
+            self._pipelines[key] = Pipeline(plan, strategy, transforms, predicting)
         return self._pipelines[key]
 
-    def stream(self, pipeline: Pipeline, training: bool, first_step: int, num_steps: int) -> Stream:
-        """One run through the data.
+    def sample_stream(self, pipeline: Pipeline, shuffle: bool, first_step: int, num_steps: int) -> SampleStream:
+        """One run through arrays.
 
         Args:
             pipeline: What is going to read it.
-            training: True for `fit`; only there are samples shuffled.
+            shuffle: True for `fit`.
             first_step: Where to start, counted over all passes.
             num_steps: How many steps to give.
         """
-        seed = self.seed if training and self.shuffle else None
-        return Stream(self.source, pipeline.plan, seed, first_step, num_steps)
+        seed = self.seed if shuffle and self.shuffle else None
+        return SampleStream(self.source, pipeline.plan, seed, first_step, num_steps)
+
+    def batch_stream(
+        self, shuffle: bool, epochs: tuple[int, int], start: int, steps_per_epoch: int | None
+    ) -> BatchStream:
+        """One run through a source of batches.
+
+        Args:
+            shuffle: True for `fit`.
+            epochs: First epoch and the one to stop before.
+            start: Steps of the first epoch to leave out.
+            steps_per_epoch: Steps of an epoch, if not one pass.
+        """
+        seed = self.seed if shuffle and self.shuffle else None
+        return BatchStream(
+            self.source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec
+        )
 
     def epochs_trained(self, model: tf.keras.Model) -> int:
         """Epochs that `fit` has given to `model`; the next `fit` goes on with the orders after them."""
@@ -213,6 +285,11 @@ class DistributedFeeder:
             >>> train.num_samples, validation.num_samples
             (40, 10)
         """
+        if self.is_streaming:
+            raise SourceError(
+                "validation_split needs arrays, whose last samples can be held out. Give the source of the "
+                "validation batches a feeder of its own: validation_data=DistributedFeeder(...)."
+            )
         if not 0 < fraction < 1:
             raise SourceError(f"validation_split must lie between 0 and 1. Received {fraction!r}.")
         split_at = math.floor(self.num_samples * (1.0 - fraction))  # Rounded as Keras does.
@@ -230,16 +307,10 @@ class DistributedFeeder:
         return feeder
 
 
-def _make_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
+def _refuse_nested_feeders(x: Any, y: Any, sample_weight: Any) -> None:
     for name, value in (("x", x), ("y", y), ("sample_weight", sample_weight)):
         if any(isinstance(item, DistributedFeeder) for item in tf.nest.flatten(value)):
-            raise SourceError(f"{name} holds a DistributedFeeder; a feeder takes arrays, not other feeders.")
-        if isinstance(value, (tf.data.Dataset, tf.keras.utils.Sequence)) or hasattr(value, "__next__"):
-            raise SourceError(
-                f"{name} is a {type(value).__name__}; this version feeds arrays. "
-                "Pass it to fit without a feeder."
-            )
-    return ArraySource(x, y, sample_weight)
+            raise SourceError(f"{name} holds a DistributedFeeder; a feeder takes data, not other feeders.")
 
 
 def _integer(name: str, value: Any, least: int | None = None) -> int:
@@ -250,8 +321,8 @@ def _integer(name: str, value: Any, least: int | None = None) -> int:
     return int(value)
 
 
-def _positive(name: str, value: Any, default: int | None = None) -> Any:
-    return default if value is None else _integer(name, value, least=1)
+def _positive(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, least=1)
 
 
 def _boolean(name: str, value: Any) -> bool:

@@ -42,6 +42,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "predict": (tf.keras.Model, "predict"),
     # `BackupAndRestore` sets the first epoch and step on the handler after our adapter exists.
     "enumerate_epochs": (data_adapter.DataHandler, "enumerate_epochs"),
+    # Keras finds the end of unknown data by running a step too many.
+    "steps": (data_adapter.DataHandler, "steps"),
     # A step's shares travel beside its data and must be known inside the replicas.
     "run": (distribute_lib.StrategyBase, "run"),
     # Losses divide by it, because they assume even replicas; inside a step that is weighed here it reads 1.
@@ -105,6 +107,36 @@ def epoch_range(handler: data_adapter.DataHandler) -> tuple[int, int, int]:
 def argument_names(method: Callable) -> list[str]:
     """The positional arguments of a bound Keras method."""
     return [name for name, argument in inspect.signature(method).parameters.items() if argument.kind != argument.VAR_KEYWORD]
+
+
+def set_steps(handler: data_adapter.DataHandler, steps: int | None) -> None:
+    """Tells Keras how many steps the coming epoch has; None if unknown."""
+    handler._inferred_steps = steps
+
+
+def steps_as_ready(handler: data_adapter.DataHandler, num_ready: Callable[[int], int]) -> Iterator[int]:
+    """The steps of one epoch, as `DataHandler.steps` gives them, but only those for which there is data.
+
+    Args:
+        handler: Keras's handler.
+        num_ready: Takes the number of steps that Keras would run at once; gives how many of them there are.
+    """
+    handler._current_step, handler._initial_step = handler._initial_step, 0
+    at_once = int(handler._steps_per_execution.numpy())
+    while handler._inferred_steps is None or handler._current_step < handler._inferred_steps:
+        wanted = at_once
+        if handler._inferred_steps is not None:
+            wanted = min(at_once, handler._inferred_steps - handler._current_step)
+        ready = num_ready(wanted)
+        if ready == 0:
+            return
+        if ready != at_once:
+            handler._steps_per_execution.assign(ready)
+        handler._step_increment = ready - 1
+        yield handler._current_step
+        handler._current_step += ready
+        if ready != at_once:
+            handler._steps_per_execution.assign(at_once)
 
 
 def keras_would_take(x: Any, y: Any) -> bool:

@@ -19,8 +19,9 @@ from . import internals
 from . import strategy as strategies
 from .errors import SourceError, StrategyError
 from .feeder import DistributedFeeder
-from .pipeline import Pipeline, Stream
+from .pipeline import Pipeline
 from .promotion import distribute
+from .streams import Failure
 
 _logger = logging.getLogger("keras_gpufeed")
 _active = threading.local()
@@ -30,6 +31,7 @@ def install() -> None:
     """Registers the adapter and takes the places in Keras."""
     internals.register_adapter(FeedAdapter)
     internals.attach("enumerate_epochs", _enumerate_epochs)
+    internals.attach("steps", _steps)
     for name in ("fit", "evaluate", "predict"):
         internals.attach(name, _entry)
 
@@ -37,10 +39,10 @@ def install() -> None:
 class _Call:
     """One `fit`, `evaluate` or `predict` that was handed a feeder."""
 
-    def __init__(self, name: str, x: Any) -> None:
-        self.name, self.x = name, x
+    def __init__(self, name: str, x: Any, num_epochs: int) -> None:
+        self.name, self.x, self.num_epochs = name, x, num_epochs
         self.training_data_taken = False
-        self.streams: list[Stream] = []
+        self.streams: list[Any] = []
 
     def takes_for_training(self, feeder: DistributedFeeder) -> bool:
         """True for the first adapter of a `fit`; the same feeder may come again as validation data."""
@@ -50,7 +52,7 @@ class _Call:
         return True
 
     @property
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Failure | None:
         return next((stream.failure for stream in self.streams if stream.failure is not None), None)
 
 
@@ -71,7 +73,8 @@ def _entry(original: Callable) -> Callable:
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
         _prepare(model, name, arguments)
-        with _entered(model, name, arguments.get("x")):
+        num_epochs = arguments.get("epochs", 1) - arguments.get("initial_epoch", 0)
+        with _entered(model, _Call(name, arguments.get("x"), num_epochs)):
             return original(model, **arguments)
 
     return call
@@ -86,21 +89,21 @@ def _holds_feeder(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _entered(model: tf.keras.Model, name: str, x: Any) -> Iterator[None]:
-    calls = _calls()
-    calls.append(_Call(name, x))
+def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
+    _calls().append(call)
     try:
         yield
     except BaseException as error:
-        if name == "fit":
+        if call.name == "fit":
             # Keras keeps the validation data for the next epoch, and after an error for the next `fit`.
             vars(model).pop("_eval_data_handler", None)
-        failure = calls[-1].failure
-        if isinstance(error, tf.errors.OpError) and failure is not None:
-            raise failure from None  # The user's own exception, with its own traceback.
+        if call.failure is not None and call.failure.is_behind(error):
+            call.failure.raise_again()
         raise
     finally:
-        calls.pop()
+        _calls().pop()
+        for stream in call.streams:
+            stream.close()
 
 
 # --- Before Keras begins -----------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def _prepare(model: tf.keras.Model, name: str, arguments: dict) -> None:
     _check_model(model, name, feeder, strategy)
     if was_moved and strategy.num_replicas_in_sync > 1:
         _say_what_was_done(feeder, strategy)
-    if strategy.num_replicas_in_sync > feeder.batch_size:
+    if feeder.batch_size is not None and strategy.num_replicas_in_sync > feeder.batch_size:
         _logger.warning(
             "A global batch of %d sample(s) is smaller than the number of replicas (%d): every replica "
             "computes the whole batch and only one counts it, so %d device(s) do nothing useful. "
@@ -218,6 +221,8 @@ def _check_model(
             "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
             "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
         )
+    if feeder.is_streaming:
+        return  # What it gives is known when it has been read.
     overrides_step = type(model).train_step is not tf.keras.Model.train_step
     if name == "fit" and model.loss and not overrides_step and len(feeder.source.element_spec) < 2:
         raise SourceError(
@@ -283,14 +288,18 @@ def _say_what_was_done(feeder: DistributedFeeder, strategy: tf.distribute.Strate
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         _logger.addHandler(handler)
         _logger.setLevel(logging.INFO)
+    devices = strategies.describe_devices(strategy)
+    if feeder.num_samples is None:
+        _logger.info("%d replicas: %s, each batch is split evenly", strategy.num_replicas_in_sync, devices)
+        return
     sizes = feeder.plan(strategy.num_replicas_in_sync).split(0).sizes
     each = f"{max(sizes)} samples each" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)} samples each"
     _logger.info(
         "%d replicas: %s, %s of a global batch of %d",
         strategy.num_replicas_in_sync,
-        strategies.describe_devices(strategy),
+        devices,
         each,
-        sum(sizes) if sum(sizes) < feeder.batch_size else feeder.batch_size,
+        feeder.batch_size,
     )
 
 
@@ -323,40 +332,56 @@ class FeedAdapter(internals.DataAdapter):
         self.pipeline = x.pipeline(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
         )
-        own_size = len(x) if self._training else self.pipeline.plan.steps
-        self._steps = steps or own_size
-        self._range = (0, self._steps if self._training else min(self._steps, own_size))
-        self._epoch = 0
+        self._own_steps = x.num_steps if self._training else x.steps_per_pass
+        # An epoch of so many steps, whatever a pass has; None: an epoch is a pass.
+        self._fixed_steps = steps or (x.steps_per_epoch if self._training else None)
+        self._first, self._epochs = (0, 0), 1  # (epoch, step) to start at, and the epoch to stop before.
+        self._epoch = self._steps_taken = 0
+        self._stream: Any = None
+        self._check_repeats()
+
+    def _check_repeats(self) -> None:
+        if not self.is_streaming or self._feeder.source.can_repeat or self._fixed_steps:
+            return
+        if self._call.name == "fit" and self._call.num_epochs > 1:
+            what = "epochs" if self._training else "validation runs"
+            steps = "steps_per_epoch" if self._training else "validation_steps"
+            raise SourceError(
+                f"A generator object or iterator can be read once, but fit asks for {self._call.num_epochs} {what}. "
+                f"Pass the function that makes it, without calling it, so that each gets a fresh one; or {steps}="
+                ", then it is read on."
+            )
 
     def get_dataset(self) -> "_Steps":
         """What Keras iterates."""
         return _Steps(self, self.pipeline)
 
     def get_size(self) -> int:
-        """Steps of an epoch."""
-        return self._steps
+        """Steps of an epoch; None if the source does not say."""
+        return self._fixed_steps or self._own_steps
 
-    def batch_size(self) -> int:
-        """The global batch size."""
+    def batch_size(self) -> int | None:
+        """The global batch size; None if the source decides."""
         return self._feeder.batch_size
 
     def has_partial_batch(self) -> bool:
         """True if the last batch is smaller."""
-        return self.partial_batch_size() > 0
+        return bool(self.partial_batch_size())
 
-    def partial_batch_size(self) -> int:
-        """Samples in a smaller last batch, or 0."""
+    def partial_batch_size(self) -> int | None:
+        """Samples in a smaller last batch, or 0; None if the source decides."""
+        if self._feeder.num_samples is None:
+            return None
         return self._feeder.num_samples % self._feeder.batch_size
 
     def should_recreate_iterator(self) -> bool:
         """One stream serves all epochs, so that the pipeline does not drain between them."""
         return False
 
-    def on_epoch_end(self) -> None:
-        """Keras calls this after each epoch."""
-        self._epoch += 1
-        if self._training:
-            self._feeder.note_epochs_trained(self._model, self._epoch)
+    @property
+    def is_streaming(self) -> bool:
+        """True if batches come one after the other, so that only reading them tells how many there are."""
+        return self._feeder.is_streaming
 
     def start_at(self, epoch: int, step: int, epochs: int) -> None:
         """Sets what the next iterator reads.
@@ -367,6 +392,7 @@ class FeedAdapter(internals.DataAdapter):
             epochs: The epoch to stop before.
         """
         if not self._training:
+            self._epoch = self._steps_taken = 0
             return
         if step and self._shuffle and self._feeder.shuffle and self._feeder.seed_was_drawn:
             _logger.warning(
@@ -376,16 +402,48 @@ class FeedAdapter(internals.DataAdapter):
             )
         # A second `fit` of the same model goes on with new orders; an explicit position is taken at its word.
         passed = 0 if epoch or step else self._feeder.epochs_trained(self._model)
-        self._epoch = epoch + passed
-        self._range = (self._epoch * self._steps + step, (epochs - epoch) * self._steps - step)
+        self._first, self._epochs = (epoch + passed, step), epochs + passed
+        self._epoch = self._steps_taken = 0
 
-    def open_stream(self) -> Stream:
+    def open_stream(self) -> Any:
         """The stream for a new iterator."""
-        first_step, num_steps = self._range
-        shuffled = self._training and self._shuffle
-        stream = self._feeder.stream(self.pipeline, shuffled, first_step, num_steps)
-        self._call.streams.append(stream)
-        return stream
+        (epoch, step), shuffle = self._first, self._training and self._shuffle
+        if self.is_streaming:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = self._feeder.batch_stream(shuffle, (epoch, self._epochs), step, self._fixed_steps)
+        else:
+            steps = self.get_size()
+            num_steps = (self._epochs - epoch) * steps - step
+            if not self._training:
+                num_steps = min(num_steps, self._own_steps)  # Nothing is counted twice.
+            self._stream = self._feeder.sample_stream(self.pipeline, shuffle, epoch * steps + step, num_steps)
+        self._call.streams.append(self._stream)
+        return self._stream
+
+    def num_ready(self, wanted: int) -> int:
+        """How many of the `wanted` steps the current epoch of a streaming feeder still has; waits to know."""
+        ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
+        if ready < wanted and self.get_size() is not None:
+            _logger.warning(
+                "The source ended after %d batches in all, in the middle of an epoch of %d steps; the epoch ends there.",
+                self._steps_taken + ready,
+                self.get_size(),
+            )
+        self._steps_taken += ready
+        return ready
+
+    def has_another_epoch(self) -> bool:
+        """True if a streaming feeder has a batch for the epoch that is to begin."""
+        return self._stream.num_ready(self._epoch, self._steps_taken, 1) > 0
+
+    def on_epoch_end(self) -> None:
+        """Keras calls this when an epoch has been trained, or an evaluation is over."""
+        self._epoch += 1
+        if self._training:
+            self._feeder.note_epochs_trained(self._model, self._first[0] + self._epoch)
+        if self.is_streaming:
+            self._stream.allow_next_epoch()
 
 
 class _Steps(internals.DistributedDataset):
@@ -398,11 +456,6 @@ class _Steps(internals.DistributedDataset):
         """The same steps with `function` applied to each batch; Keras adds class weights in this way."""
         return _Steps(self._adapter, self._pipeline.with_transform(function))
 
-    @property
-    def element_spec(self) -> Any:
-        """Type of a global batch."""
-        return self._pipeline.element_spec
-
     def __iter__(self) -> Iterator:
         return self._pipeline.iterate(self._adapter.open_stream())
 
@@ -410,8 +463,30 @@ class _Steps(internals.DistributedDataset):
 def _enumerate_epochs(original: Callable) -> Callable:
     def enumerate_epochs(handler: Any) -> Iterator:
         adapter = internals.adapter_of(handler)
-        if isinstance(adapter, FeedAdapter):
-            adapter.start_at(*internals.epoch_range(handler))
-        return original(handler)
+        if not isinstance(adapter, FeedAdapter):
+            return original(handler)
+        adapter.start_at(*internals.epoch_range(handler))
+        return _enumerate_what_there_is(original(handler), handler, adapter)
 
     return enumerate_epochs
+
+
+def _enumerate_what_there_is(epochs: Iterator, handler: Any, adapter: FeedAdapter) -> Iterator:
+    """Ends training when a source has ended, before an epoch begins that would see no data."""
+    for number, item in enumerate(epochs):
+        if adapter.is_streaming:
+            internals.set_steps(handler, adapter.get_size())
+            if not adapter.has_another_epoch():
+                _logger.warning("The source has ended after %d epoch(s); training ends there.", number)
+                return
+        yield item
+
+
+def _steps(original: Callable) -> Callable:
+    def steps(handler: Any) -> Iterator[int]:
+        adapter = internals.adapter_of(handler)
+        if isinstance(adapter, FeedAdapter) and adapter.is_streaming:
+            return internals.steps_as_ready(handler, adapter.num_ready)
+        return original(handler)
+
+    return steps

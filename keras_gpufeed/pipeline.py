@@ -1,8 +1,8 @@
 """Brings samples into TensorFlow, batch by batch, and deals them to the replicas.
 
 Flow:   ... -> sources -> [pipeline] -> feeder -> ...
-Owns:   the endless stream of steps, its `tf.data` graph, per-replica iterators.
-Leaves: which samples (plan, order), reading them (sources), what Keras does with the batches (keras_entry).
+Owns:   the `tf.data` graph and the per-replica iterators.
+Leaves: which batch comes when (streams), where it is cut (plan), what Keras does with it (keras_entry).
 
 The graph is traced once and then serves every iterator: where a stream starts and what it reads is looked up by
 number in Python, so neither an epoch, nor a second `fit`, nor a resumed run traces anything. One call into Python
@@ -20,54 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from . import internals
-from .order import EpochOrder
 from .plan import BatchPlan, split_batch
-from .sources import ArraySource
+from .streams import UNBOUNDED
 
 _stream_ids = itertools.count()
-_streams: dict[int, "Stream"] = {}  # Those that an iterator reads.
-
-
-class Stream:
-    """One run through the data, from a given step on.
-
-    Args:
-        source: Where samples come from.
-        plan: How a pass is cut into steps.
-        seed: Fixes the order of every pass; None for the order of the source.
-        first_step: Where to start, counted over all passes.
-        num_steps: How many steps to give.
-    """
-
-    def __init__(
-        self, source: ArraySource, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int
-    ) -> None:
-        self.num_steps = num_steps
-        self.failure: BaseException | None = None
-        self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
-        self._epoch, self._order = -1, None
-
-    def read(self, step: int) -> list[np.ndarray]:
-        """The components of the global batch of a step, then where to cut it and the shares.
-
-        Args:
-            step: Step of the stream, from 0.
-        """
-        try:
-            epoch, step_of_pass = divmod(self._first_step + step, self._plan.steps)
-            start, stop = self._plan.samples_of(step_of_pass)
-            components = self._source.read(self._samples(epoch, start, stop))
-        except BaseException as failure:
-            self.failure = failure  # TensorFlow passes on no more than its text.
-            raise
-        return [*components, *_cut(stop - start, self._plan.num_replicas)]
-
-    def _samples(self, epoch: int, start: int, stop: int) -> Any:
-        if self._seed is None:
-            return slice(start, stop)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, EpochOrder(self._plan.num_samples, self._seed, epoch)
-        return self._order.samples(start, stop)
+_streams: dict[int, Any] = {}  # Those that an iterator reads.
 
 
 def _cut(num_samples: int, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +44,6 @@ class Pipeline(internals.DistributedDataset):
     """The steps of a feeder on a strategy; what `fit` iterates.
 
     Args:
-        source: Where samples come from.
         plan: How a pass is cut, for the strategy's replicas.
         strategy: Where batches go.
         transforms: Functions on `(x, y, sample_weight)` of a global batch, applied in order.
@@ -96,29 +52,20 @@ class Pipeline(internals.DistributedDataset):
 
     def __init__(
         self,
-        source: ArraySource,
         plan: BatchPlan,
         strategy: tf.distribute.Strategy,
         transforms: tuple[Callable, ...] = (),
         predicting: bool = False,
     ) -> None:
-        self.source, self.plan, self.strategy = source, plan, strategy
+        self.plan, self.strategy = plan, strategy
         self._transforms, self._predicting = transforms, predicting
+        self._graphs: list[_Graph] = []
 
     def with_transform(self, function: Callable) -> "Pipeline":
         """The same steps with `function` applied to each global batch."""
-        return Pipeline(self.source, self.plan, self.strategy, (*self._transforms, function), self._predicting)
+        return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting)
 
-    @property
-    def element_spec(self) -> Any:
-        """Type of a global batch `(x, y, sample_weight)`."""
-        return self._graph.data_spec
-
-    @functools.cached_property
-    def _graph(self) -> "_Graph":
-        return _Graph(self.source.element_spec, self.plan, self._transforms)
-
-    def iterate(self, stream: Stream) -> Iterator:
+    def iterate(self, stream: Any) -> Iterator:
         """Starts reading.
 
         Args:
@@ -129,7 +76,7 @@ class Pipeline(internals.DistributedDataset):
         """
         stream_id = next(_stream_ids)
         _streams[stream_id] = stream
-        dataset = self._graph.dataset(stream_id, stream.num_steps)
+        dataset = self._graph_for(stream).dataset(stream_id, stream.num_steps)
         plan = self.plan
         if internals.is_default(self.strategy):
             iterator = iter(dataset.prefetch(plan.prefetch))
@@ -145,12 +92,24 @@ class Pipeline(internals.DistributedDataset):
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False
         return iterator
 
+    def _graph_for(self, stream: Any) -> "_Graph":
+        """A graph whose batch type admits the stream's; generators may give other shapes from run to run."""
+        spec = stream.element_spec
+        for graph in self._graphs:
+            if _admits(graph.batch_spec, spec):
+                return graph
+        graph = _Graph(spec, self.plan, self._transforms, endless=stream.num_steps == UNBOUNDED)
+        self._graphs.append(graph)
+        return graph
+
 
 class _Graph:
     """The traced `tf.data` graph, with the stream's number and length as its inputs."""
 
-    def __init__(self, element_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...]) -> None:
-        self._batch_spec, self._plan, self._transforms = element_spec, plan, transforms
+    def __init__(
+        self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], endless: bool
+    ) -> None:
+        self.batch_spec, self._plan, self._transforms, self._endless = batch_spec, plan, transforms, endless
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
         self._make_variant = tf.function(self._trace, input_signature=[number, number]).get_concrete_function()
@@ -164,11 +123,12 @@ class _Graph:
 
     def _trace(self, stream_id: tf.Tensor, num_steps: tf.Tensor) -> tf.Tensor:
         dataset = tf.data.Dataset.range(num_steps).map(lambda step: self._read(stream_id, step))
+        if self._endless:
+            dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
         for transform in self._transforms:
             dataset = dataset.map(
                 functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch)
             )
-        self.data_spec = dataset.element_spec[0]
         if self._plan.num_replicas == 1:
             dataset = dataset.map(lambda data, *_: data)
         else:
@@ -183,14 +143,15 @@ class _Graph:
         return tf.data.experimental.to_variant(dataset)
 
     def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
-        specs = tf.nest.flatten(self._batch_spec)
+        specs = tf.nest.flatten(self.batch_spec)
         dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float32]
-        *components, parts, shares = tf.numpy_function(_read_stream, [stream_id, step], dtypes)
+        read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs)
+        *components, parts, shares = tf.numpy_function(read, [stream_id, step], dtypes)
         for component, spec in zip(components, specs):
             component.set_shape(spec.shape)
         parts.set_shape((self._plan.num_replicas, 2))
         shares.set_shape((self._plan.num_replicas, 3))
-        return tf.nest.pack_sequence_as(self._batch_spec, components), parts, shares
+        return tf.nest.pack_sequence_as(self.batch_spec, components), parts, shares
 
     def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tf.data.Dataset:
         def part(replica: tf.Tensor) -> tuple:
@@ -215,8 +176,24 @@ def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor
     return transformed, parts, shares
 
 
-def _read_stream(stream_id: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
-    stream = _streams.get(int(stream_id))
-    if stream is None:  # The iterator has gone and its last prefetch comes too late.
-        raise StopIteration
-    return stream.read(int(step))
+def _admits(spec: Any, other: Any) -> bool:
+    try:
+        tf.nest.assert_same_structure(spec, other)
+    except (TypeError, ValueError):
+        return False
+    return all(a.is_subtype_of(b) for a, b in zip(tf.nest.flatten(other), tf.nest.flatten(spec)))
+
+
+def _read_stream(
+    stream_id: np.ndarray, step: np.ndarray, *, num_replicas: int, specs: list[tf.TensorSpec]
+) -> list[np.ndarray]:
+    stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
+    components = None if stream is None else stream.read(int(step))
+    if components is None:
+        nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
+        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float32)]
+    return [*components, *_cut(len(components[0]), num_replicas)]
+
+
+def _host_dtype(spec: tf.TensorSpec) -> Any:
+    return object if spec.dtype == tf.string else spec.dtype.as_numpy_dtype

@@ -8,6 +8,7 @@ Leaves: which sample stands at which place (order), reading samples (sources), T
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 from .errors import SourceError
 
@@ -135,9 +136,8 @@ class BatchPlan:
         Args:
             step: Step of the pass, from 0. Needs a source of known length.
         """
-        assert self.num_samples is not None and self.global_batch_size is not None
-        start = step * self.global_batch_size
-        return start, min(start + self.global_batch_size, self.num_samples)
+        num_samples, size = cast(int, self.num_samples), cast(int, self.global_batch_size)
+        return step * size, min((step + 1) * size, num_samples)
 
     def split(self, step: int) -> Split:
         """How the global batch of `step` is cut for the replicas.

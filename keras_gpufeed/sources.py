@@ -117,7 +117,7 @@ class _ArrayComponent:
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
         self._pool = BufferPool()
-        self._dtype = _fed_dtype(array.dtype)
+        self._dtype = fed_dtype(array.dtype)
         # `np.take` is the fastest way from scattered samples to a buffer, but it neither casts nor strides.
         self._can_take = array.flags.c_contiguous and array.dtype == self._dtype
         self.num_samples = len(array)
@@ -148,11 +148,7 @@ class _StringComponent:
         self.sample_bytes: int | None = None
 
     def read(self, samples: Samples) -> np.ndarray:
-        batch = self._array[samples]
-        encoded = np.empty(batch.size, object)
-        for place, text in enumerate(batch.flat):
-            encoded[place] = text.encode("utf-8") if isinstance(text, str) else bytes(text)
-        return encoded.reshape(batch.shape)
+        return encode_strings(self._array[samples])
 
 
 class _FrameComponent:
@@ -160,7 +156,7 @@ class _FrameComponent:
 
     def __init__(self, frame: Any, dtype: np.dtype) -> None:
         self._frame = frame
-        self._dtype = _fed_dtype(dtype)
+        self._dtype = fed_dtype(dtype)
         self._pool = BufferPool()
         self.num_samples = len(frame)
         self.spec = tf.TensorSpec((None, frame.shape[1]), tf.as_dtype(self._dtype))
@@ -179,7 +175,7 @@ class _ArrayLikeComponent:
 
     def __init__(self, array: Any) -> None:
         self._array = array
-        self._dtype = _fed_dtype(np.dtype(array.dtype))
+        self._dtype = fed_dtype(np.dtype(array.dtype))
         self._pool = BufferPool()
         self.num_samples = len(array)
         self.spec = tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(self._dtype))
@@ -267,11 +263,34 @@ def _check_strings(array: np.ndarray, name: str) -> None:
             )
 
 
-def _fed_dtype(dtype: np.dtype) -> np.dtype:
+def encode_strings(array: np.ndarray) -> np.ndarray:
+    """Strings as the bytes that TensorFlow takes them for: UTF-8."""
+    encoded = np.empty(array.size, object)
+    for place, text in enumerate(array.flat):
+        encoded[place] = text.encode("utf-8") if isinstance(text, str) else bytes(text)
+    return encoded.reshape(array.shape)
+
+
+def fed_dtype(dtype: np.dtype) -> np.dtype:
     """Floating-point numbers become Keras's floatx, as in `fit`; everything else stays."""
     if dtype.kind == "f":
         return np.dtype(tf.keras.backend.floatx())
     return dtype.newbyteorder("=")
+
+
+def as_batch_structure(batch: Any) -> tuple:
+    """What a generator yielded, as `(x,)`, `(x, y)` or `(x, y, sample_weight)`; Keras's rule."""
+    parts = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    if isinstance(batch, list) and _is_numbers(batch):
+        parts = (batch,)
+    if len(parts) > 3:
+        raise SourceError(
+            f"A batch is a tuple of {len(parts)} parts. It must be x, (x,), (x, y) or (x, y, sample_weight); "
+            "several inputs go into a tuple or dict of their own."
+        )
+    while len(parts) > 1 and parts[-1] is None:
+        parts = parts[:-1]
+    return tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
 
 
 def _to_structure(value: Any, name: str) -> Any:

@@ -1,0 +1,405 @@
+"""Sources that give whole batches: generators, Sequences, data sets and other iterables.
+
+Flow:   ... -> sources -> [batch_sources] -> workers -> streams -> pipeline -> ...
+Owns:   telling the kinds apart; one pass over each as an iterator of batches; making batches uniform.
+Leaves: reading ahead of the training (streams), processes (workers).
+
+A batch source offers `num_batches` of a pass and `num_samples` (None if unknown), `can_repeat`,
+`waits_for_epoch_end`, `on_epoch_end()` and `batches(epoch, seed, start)`: one pass, from batch `start` on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+from typing import Any, Callable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from .buffers import BufferPool
+from .errors import SourceError
+from .order import EpochOrder
+from .sources import as_batch_structure, encode_strings, fed_dtype
+
+DEFAULT_BATCH_SIZE = 32  # As in Keras.
+
+Batch = list  # Flat list of arrays, in the order of `tf.nest.flatten`.
+
+
+class BatchSource:
+    """What sources have in common unless they say otherwise."""
+
+    num_batches: int | None = None
+    num_samples: int | None = None
+    can_repeat = True
+    waits_for_epoch_end = False  # True: a pass may begin only when the epoch before has been trained.
+
+    def on_epoch_end(self) -> None:
+        """Told when an epoch has been trained."""
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass, as the user's code gives them.
+
+        Args:
+            epoch: The pass, from 0.
+            seed: Fixes the order, where a source can choose it; None for its own order.
+            start: How many batches to leave out at the beginning.
+        """
+        raise AssertionError("Each source says how it is read.")
+
+
+class GeneratorSource(BatchSource):
+    """A function that returns a fresh iterator of batches for each pass.
+
+    Args:
+        make_batches: Called once for each pass, with `epoch=` if it takes an argument of that name.
+        num_batches: Batches of a pass, if known.
+    """
+
+    def __init__(self, make_batches: Callable, num_batches: int | None = None) -> None:
+        self._make_batches = make_batches
+        self._takes_epoch = _takes(make_batches, "epoch")
+        self.num_batches = num_batches
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass, as the user's code gives them."""
+        made = self._make_batches(epoch=epoch) if self._takes_epoch else self._make_batches()
+        if not hasattr(made, "__iter__"):
+            raise SourceError(
+                f"The generator function returned a {type(made).__name__}, not an iterator of batches. "
+                "It must contain `yield`, or return an iterable."
+            )
+        return _skip(_check_length(iter(made), self.num_batches), start)
+
+
+class IteratorSource(BatchSource):
+    """A generator object or iterator: one pass, read on from wherever it stands.
+
+    Args:
+        iterator: Gives batches.
+    """
+
+    can_repeat = False
+
+    def __init__(self, iterator: Iterator) -> None:
+        self._iterator = iterator
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """What is left of the iterator."""
+        return _skip(self._iterator, start)
+
+
+class SequenceSource(BatchSource):
+    """A `keras.utils.Sequence`, batch by batch, each fetched once.
+
+    Args:
+        sequence: The Sequence.
+    """
+
+    def __init__(self, sequence: tf.keras.utils.Sequence) -> None:
+        self.sequence = sequence
+        # Without a hook of its own, reading may run ahead of the epoch that is being trained.
+        self.waits_for_epoch_end = type(sequence).on_epoch_end is not tf.keras.utils.Sequence.on_epoch_end
+
+    @property
+    def num_batches(self) -> int:  # type: ignore[override]
+        """Batches of the next pass; a Sequence may change its length between epochs."""
+        return len(self.sequence)
+
+    def on_epoch_end(self) -> None:
+        """Tells the Sequence that an epoch has been trained."""
+        self.sequence.on_epoch_end()
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass, in the order of (seed, epoch)."""
+        for index in batch_order(self.num_batches, seed, epoch, start):
+            yield self.sequence[index]
+
+
+class QueueSource(BatchSource):
+    """A queue that the user's code fills; None ends a pass.
+
+    Args:
+        items: The queue.
+    """
+
+    def __init__(self, items: queue.Queue) -> None:
+        self._items = items
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """What comes out of the queue up to the next None."""
+        return _skip(iter(self._items.get, None), start)
+
+
+class Regrouped(BatchSource):
+    """A batch source whose samples are put together to global batches of one size.
+
+    Args:
+        source: Gives batches, or single samples.
+        batch_size: Global batch size.
+        batched: False if `source` gives single samples.
+        drop_remainder: Whether to leave out a last, smaller batch.
+    """
+
+    def __init__(self, source: Any, batch_size: int, batched: bool, drop_remainder: bool) -> None:
+        self._source, self._batch_size = source, batch_size
+        self._batched, self._drop_remainder = batched, drop_remainder
+        self.can_repeat, self.waits_for_epoch_end = source.can_repeat, source.waits_for_epoch_end
+
+    @property
+    def num_batches(self) -> int | None:  # type: ignore[override]
+        """Known only if single samples are counted."""
+        num_samples = None if self._batched else self._source.num_batches
+        if num_samples is None:
+            return None
+        return num_samples // self._batch_size if self._drop_remainder else -(-num_samples // self._batch_size)
+
+    def on_epoch_end(self) -> None:
+        """Passed on."""
+        self._source.on_epoch_end()
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass, regrouped."""
+        return _skip(self._regroup(self._source.batches(epoch, seed, 0)), start)
+
+    def _regroup(self, items: Iterator) -> Iterator:
+        waiting: list[list[np.ndarray]] = []
+        num_waiting, structure = 0, None
+        for item in items:
+            structure = as_batch_structure(item)
+            arrays = [np.asarray(leaf) for leaf in tf.nest.flatten(structure)]
+            if not self._batched:
+                arrays = [array[None] for array in arrays]
+            waiting.append(arrays)
+            num_waiting += len(arrays[0])
+            while num_waiting >= self._batch_size:
+                together = [np.concatenate(parts) for parts in zip(*waiting)]
+                full = [array[: self._batch_size] for array in together]
+                waiting = [[array[self._batch_size :] for array in together]]
+                num_waiting -= self._batch_size
+                yield tf.nest.pack_sequence_as(structure, full)
+        if num_waiting and not self._drop_remainder:
+            yield tf.nest.pack_sequence_as(structure, [np.concatenate(parts) for parts in zip(*waiting)])
+
+
+class MapSource(BatchSource):
+    """An object that gives its samples one by one, by number: a map-style data set.
+
+    Args:
+        samples: Has a length and gives sample number i as `samples[i]`: x, (x, y) or (x, y, sample_weight).
+        batch_size: Global batch size.
+        drop_remainder: Whether to leave out a last, smaller batch.
+    """
+
+    def __init__(self, samples: Any, batch_size: int, drop_remainder: bool) -> None:
+        self._samples, self._batch_size, self._drop_remainder = samples, batch_size, drop_remainder
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """Samples of the next pass."""
+        return len(self._samples)
+
+    @property
+    def num_batches(self) -> int:  # type: ignore[override]
+        """Batches of the next pass."""
+        if self._drop_remainder:
+            return self.num_samples // self._batch_size
+        return -(-self.num_samples // self._batch_size)
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass, in the order of (seed, epoch)."""
+        order = batch_order(self.num_samples, seed, epoch, 0)
+        for number in range(start, self.num_batches):
+            yield self.read(order[number * self._batch_size : (number + 1) * self._batch_size])
+
+    def read(self, numbers: list[int]) -> Any:
+        """The batch of the samples of these numbers."""
+        samples = [as_batch_structure(self._samples[number]) for number in numbers]
+        leaves = [[np.asarray(leaf) for leaf in tf.nest.flatten(sample)] for sample in samples]
+        return tf.nest.pack_sequence_as(samples[0], [np.stack(parts) for parts in zip(*leaves)])
+
+
+def batch_order(num_batches: int, seed: int | None, epoch: int, start: int) -> list[int]:
+    """Numbers of the batches of one pass, in order.
+
+    Args:
+        num_batches: Batches in the pass.
+        seed: Fixes the order; None for the natural one.
+        epoch: The pass.
+        start: How many to leave out at the beginning.
+    """
+    if seed is None or num_batches == 0:
+        return list(range(start, num_batches))
+    return EpochOrder(num_batches, seed, epoch).samples(0, num_batches)[start:].tolist()
+
+
+def make_batch_source(
+    x: Any, batch_size: int | None, batched: bool, drop_remainder: bool
+) -> BatchSource | None:
+    """The batch source for `x`, or None if `x` is arrays.
+
+    Args:
+        x: What the user handed over.
+        batch_size: Global batch size, or None to keep the sizes of `x`.
+        batched: False if `x` gives single samples.
+        drop_remainder: Whether to leave out a last batch smaller than `batch_size`.
+    """
+    source = _source_of(x)
+    if source is None:
+        if not _is_map(x):
+            return None
+        return MapSource(x, batch_size or DEFAULT_BATCH_SIZE, drop_remainder)
+    if batched and batch_size is None:
+        return source
+    return Regrouped(source, batch_size or DEFAULT_BATCH_SIZE, batched, drop_remainder)
+
+
+def _is_map(x: Any) -> bool:
+    return hasattr(x, "__getitem__") and hasattr(x, "__len__") and not _is_data(x)
+
+
+def _is_data(x: Any) -> bool:
+    is_structure = isinstance(x, (list, tuple, dict, str, bytes))
+    return is_structure or hasattr(x, "shape") or hasattr(x, "__array__") or hasattr(x, "tocsr")
+
+
+def _source_of(x: Any) -> BatchSource | None:
+    if isinstance(x, tf.keras.utils.Sequence):
+        return SequenceSource(x)
+    if isinstance(x, tf.data.Dataset):
+        cardinality = int(x.cardinality())
+        return GeneratorSource(x.as_numpy_iterator, cardinality if cardinality >= 0 else None)
+    if isinstance(x, queue.Queue):
+        return QueueSource(x)
+    if hasattr(x, "__next__"):
+        return IteratorSource(x)
+    if callable(x) and not _is_data(x) and not _is_map(x):
+        return GeneratorSource(x)
+    if hasattr(x, "__iter__") and not _is_data(x) and not _is_map(x):
+        return GeneratorSource(x.__iter__, len(x) if hasattr(x, "__len__") else None)
+    return None
+
+
+class BatchCaster:
+    """Makes batches uniform: checks each against the first ones and copies it into aligned memory.
+
+    Args:
+        element_spec: The type of a batch, or None to learn it.
+    """
+
+    def __init__(self, element_spec: Any = None) -> None:
+        self.element_spec = None if element_spec is None else as_batch_structure(element_spec)
+        self._pools: list[BufferPool] = []
+
+    def learn(self, batches: list) -> None:
+        """Takes the type from the first batches: an axis whose length changes among them may change later on."""
+        first, *others = [as_batch_structure(batch) for batch in batches]
+        specs = [_spec_of(np.asarray(leaf)) for leaf in tf.nest.flatten(first)]
+        for other in others:
+            leaves = tf.nest.flatten(other)
+            if len(leaves) == len(specs):
+                specs = [_join(spec, _spec_of(np.asarray(leaf))) for spec, leaf in zip(specs, leaves)]
+        self.element_spec = tf.nest.pack_sequence_as(first, specs)
+
+    def cast(self, batch: Any, number: int) -> Batch:
+        """The arrays of a batch, aligned and of the right type.
+
+        Args:
+            batch: As the user's code gave it.
+            number: Its number in the pass, for messages.
+        """
+        structure = as_batch_structure(batch)
+        try:
+            tf.nest.assert_same_structure(self.element_spec, structure)
+        except (TypeError, ValueError):
+            raise SourceError(
+                f"Batch {number} does not have the structure of the first one. Received "
+                f"{_describe(structure)}, expected {_describe(self.element_spec)}. "
+                "Every batch must be x, (x,), (x, y) or (x, y, sample_weight) with the same nesting."
+            ) from None
+        specs, leaves = tf.nest.flatten(self.element_spec), tf.nest.flatten(structure)
+        self._pools = self._pools or [BufferPool() for _ in specs]
+        arrays = [
+            self._cast_one(np.asarray(leaf), spec, pool, number)
+            for leaf, spec, pool in zip(leaves, specs, self._pools)
+        ]
+        lengths = {len(array) for array in arrays}
+        if len(lengths) > 1:
+            raise SourceError(
+                f"The arrays of batch {number} must have the same number of samples along their first axis. "
+                f"Received {_describe(structure)}."
+            )
+        return arrays
+
+    def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, number: int) -> np.ndarray:
+        strings = array.dtype.kind in "SUO"
+        if (
+            array.ndim == 0
+            or not spec.shape.is_compatible_with(array.shape)
+            or strings != (spec.dtype == tf.string)
+            or (not strings and not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"))
+        ):
+            raise SourceError(
+                f"Batch {number} does not fit the first ones. Received an array of shape {array.shape} and "
+                f"dtype {array.dtype}, expected shape {tuple(spec.shape)} and dtype {spec.dtype.name}. Pass "
+                "element_spec=, with None for every axis that may change, for example "
+                f"tf.TensorSpec({(None,) * max(array.ndim, 1)}, tf.{spec.dtype.name})."
+            )
+        if strings:
+            return encode_strings(array)
+        out = pool.empty(array.shape, spec.dtype.as_numpy_dtype)
+        np.copyto(out, array, casting="same_kind")
+        return out
+
+
+def _spec_of(array: np.ndarray) -> tf.TensorSpec:
+    if array.ndim == 0:
+        raise SourceError(
+            "A batch holds a single number where an array of samples is expected. If the generator yields "
+            "single samples, pass batched=False."
+        )
+    dtype = tf.string if array.dtype.kind in "SUO" else tf.as_dtype(fed_dtype(array.dtype))
+    return tf.TensorSpec((None, *array.shape[1:]), dtype)
+
+
+def _join(spec: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
+    if spec.shape.rank != other.shape.rank:
+        return spec
+    return tf.TensorSpec([a if a == b else None for a, b in zip(spec.shape, other.shape)], spec.dtype)
+
+
+def _describe(structure: Any) -> str:
+    def describe(leaf: Any) -> str:
+        if isinstance(leaf, tf.TypeSpec):
+            return f"{leaf.dtype.name}{tuple(leaf.shape)}"
+        array = np.asarray(leaf)
+        return f"{array.dtype}{array.shape}"
+
+    return str(tf.nest.map_structure(describe, structure))
+
+
+def _check_length(items: Iterator, num_batches: int | None) -> Iterator:
+    """Passes on what an iterable gives, and holds it to the length that it claims."""
+    number = 0
+    for item in items:
+        if number == num_batches:
+            raise SourceError(
+                f"The source has a length of {num_batches}, but gives more batches than that. Correct its "
+                "__len__, or pass a function that returns an iterator: then no length is assumed."
+            )
+        yield item
+        number += 1
+
+
+def _skip(items: Iterator, number: int) -> Iterator:
+    for _ in range(number):
+        next(items, None)
+    return items
+
+
+def _takes(function: Callable, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # Built in, without a signature.
+        return False

@@ -1,0 +1,290 @@
+"""Runs through the data, step by step, as the pipeline asks for them.
+
+Flow:   ... -> batch_sources -> workers -> [streams] -> pipeline -> ...
+Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
+Leaves: cutting batches for replicas (plan, pipeline).
+
+A stream offers `element_spec`, `num_steps`, `read(step)` (None after the end), `failure` and `close()`.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from .batch_sources import BatchCaster
+from .errors import SourceError
+from .order import EpochOrder
+from .plan import BatchPlan
+from .sources import as_batch_structure
+
+UNBOUNDED = (1 << 62) - 1
+_NUM_BATCHES_TO_LEARN_FROM = 2
+_JOIN_SECONDS = 5.0  # How long `close` waits for the user's code to give its current batch.
+
+
+class Failure:
+    """An exception of the user's code, as it was when it was raised.
+
+    Python and Keras add frames to an exception, and drop its cause, each time it is raised again.
+
+    Args:
+        exception: The exception.
+    """
+
+    def __init__(self, exception: BaseException) -> None:
+        self._exception = exception
+        self._traceback, self._cause = exception.__traceback__, exception.__cause__
+
+    def is_behind(self, error: BaseException) -> bool:
+        """True if `error` is this exception, or what TensorFlow made of it."""
+        return error is self._exception or isinstance(error, tf.errors.OpError)
+
+    def raise_again(self) -> None:
+        """Raises the exception with its own traceback and cause."""
+        raise self._exception.with_traceback(self._traceback) from self._cause
+
+
+class SampleStream:
+    """A run through an index-addressed source: any step is computed from its number.
+
+    Args:
+        source: Where samples come from.
+        plan: How a pass is cut into steps.
+        seed: Fixes the order of every pass; None for the order of the source.
+        first_step: Where to start, counted over all passes.
+        num_steps: How many steps to give.
+    """
+
+    def __init__(
+        self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int
+    ) -> None:
+        self.element_spec, self.num_steps = source.element_spec, num_steps
+        self.failure: Failure | None = None
+        self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
+        self._epoch, self._order = -1, None
+
+    def read(self, step: int) -> list[np.ndarray]:
+        """The components of the global batch of a step.
+
+        Args:
+            step: Step of the stream, from 0.
+        """
+        try:
+            epoch, step_of_pass = divmod(self._first_step + step, self._plan.steps)
+            start, stop = self._plan.samples_of(step_of_pass)
+            return self._source.read(self._samples(epoch, start, stop))
+        except BaseException as error:
+            self.failure = Failure(error)  # TensorFlow passes on no more than its text.
+            raise
+
+    def _samples(self, epoch: int, start: int, stop: int) -> Any:
+        if self._seed is None:
+            return slice(start, stop)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, EpochOrder(self._plan.num_samples, self._seed, epoch)
+        return self._order.samples(start, stop)
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
+
+class BatchStream:
+    """A run through a batch source, read ahead on a thread of its own.
+
+    Args:
+        source: Where batches come from.
+        seed: Fixes the order of every pass; None for the order of the source.
+        epochs: First epoch and the one to stop before.
+        start: Batches of the first epoch to leave out: a resumed run.
+        steps_per_epoch: Steps of an epoch, if not one pass; then passes follow each other without regard to epochs.
+        prefetch: How many batches may wait.
+        element_spec: The type of a batch, if the user gave it.
+    """
+
+    num_steps = UNBOUNDED
+
+    def __init__(
+        self,
+        source: Any,
+        seed: int | None,
+        epochs: tuple[int, int],
+        start: int,
+        steps_per_epoch: int | None,
+        prefetch: int,
+        element_spec: Any = None,
+    ) -> None:
+        self.failure: Failure | None = None
+        self._source, self._seed, self._epochs, self._start = source, seed, epochs, start
+        self._steps_per_epoch = steps_per_epoch
+        self._limit = None
+        if steps_per_epoch is not None:
+            self._limit = (epochs[1] - epochs[0]) * steps_per_epoch - start
+        self._caster = BatchCaster(element_spec)
+        self._capacity = max(prefetch, 1)
+        self._first: list = []  # Batches from which the type of all is learned.
+        self._waiting: collections.deque = collections.deque()
+        self._changed = threading.Condition()
+        self._num_read = 0  # Batches that the source has given.
+        self._pass_ends: list[int] = []  # `_num_read` at the end of each pass.
+        self._epochs_allowed = 1
+        self._ended = self._closed = False
+        self._thread = threading.Thread(target=self._run, name="keras_gpufeed reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of a batch; waits until it is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._caster.element_spec is not None or self._ended)
+            if self._caster.element_spec is None:
+                if self.failure is not None:
+                    self.failure.raise_again()
+                raise SourceError("There is nothing to feed: the source gave no batch.")
+            return self._caster.element_spec
+
+    def read(self, step: int) -> list[np.ndarray] | None:
+        """The components of the next global batch, or None after the last.
+
+        Args:
+            step: Step of the stream, from 0; batches come in this order.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended or self._closed)
+            if not self._waiting:
+                return None  # A failure is raised by `num_ready`, in the user's thread.
+            batch = self._waiting.popleft()
+            self._changed.notify_all()
+            return batch
+
+    def num_ready(self, epoch: int, done: int, wanted: int) -> int:
+        """How many more steps of an epoch there are, up to `wanted`; waits until it is known.
+
+        Args:
+            epoch: Epoch of this run, from 0.
+            done: Steps of this run that were taken already.
+            wanted: How many are asked for.
+        """
+
+        def end_of_epoch() -> int | None:
+            if self._steps_per_epoch is None and len(self._pass_ends) > epoch:
+                return self._pass_ends[epoch]
+            return self._num_read if self._ended else None
+
+        def is_known() -> bool:
+            return self._num_read >= done + wanted or end_of_epoch() is not None or self._closed
+
+        with self._changed:
+            self._changed.wait_for(is_known)
+            end = end_of_epoch()
+            if end is None:
+                return wanted
+            if end == done and self.failure is not None:
+                self.failure.raise_again()
+            return min(wanted, end - done)
+
+    def allow_next_epoch(self) -> None:
+        """Says that an epoch has been trained."""
+        self._source.on_epoch_end()
+        with self._changed:
+            self._epochs_allowed += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stops reading. The user's code finishes its current batch first."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join(_JOIN_SECONDS)
+
+    # --- On the reader's thread ---
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            self._read_passes()
+        except BaseException as error:
+            failure = error
+        try:
+            self._settle_type()
+        except BaseException as error:
+            failure = failure or error
+        with self._changed:
+            self.failure, self._ended = failure and Failure(failure), True
+            self._changed.notify_all()
+
+    def _read_passes(self) -> None:
+        epoch, start = self._epochs[0], self._start
+        if self._limit is not None and self._source.num_batches:
+            # Passes do not line up with epochs: find the one in which the first step lies.
+            epoch, start = divmod(epoch * self._steps_per_epoch + start, self._source.num_batches)
+        while self._wants_pass(epoch):
+            num_before = self._num_read
+            batches = self._source.batches(epoch, self._seed, start)
+            try:
+                for batch in batches:
+                    if not self._offer(batch):
+                        return
+            finally:
+                if self._source.can_repeat and hasattr(batches, "close"):
+                    batches.close()  # Runs the `finally` of the user's generator.
+            if not self._source.can_repeat:
+                return
+            self._settle_type()
+            if self._num_read == num_before:
+                raise SourceError(
+                    f"The source gave no batch in epoch {epoch}. A generator function must return a fresh "
+                    "iterator at each call."
+                )
+            with self._changed:
+                self._pass_ends.append(self._num_read)
+                self._changed.notify_all()
+            epoch, start = epoch + 1, 0
+
+    def _wants_pass(self, epoch: int) -> bool:
+        if self._limit is not None:
+            return not self._closed and self._num_read < self._limit
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_read(epoch - self._epochs[0]) or self._closed)
+        return epoch < self._epochs[1] and not self._closed
+
+    def _may_read(self, epoch: int) -> bool:
+        return not self._source.waits_for_epoch_end or epoch < self._epochs_allowed
+
+    def _offer(self, batch: Any) -> bool:
+        """Takes a batch in; False if no more are wanted."""
+        if self._caster.element_spec is None:
+            # The user's code may fill the same arrays again.
+            self._first.append(tf.nest.map_structure(np.array, as_batch_structure(batch)))
+            if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
+                self._settle_type()
+        else:
+            self._queue(self._caster.cast(batch, self._num_read))
+        with self._changed:
+            self._num_read += 1
+            self._changed.notify_all()
+            if self._limit is None:
+                return not self._closed
+            self._changed.wait_for(
+                lambda: self._may_read((self._num_read + self._start) // self._steps_per_epoch) or self._closed
+            )
+            return self._num_read < self._limit and not self._closed
+
+    def _settle_type(self) -> None:
+        """Learns the type from the batches that were held back, and queues them."""
+        if self._first:
+            self._caster.learn(self._first)
+            first, self._first = self._first, []
+            for number, batch in enumerate(first):
+                self._queue(self._caster.cast(batch, number))
+
+    def _queue(self, batch: list[np.ndarray]) -> None:
+        with self._changed:
+            self._waiting.append(batch)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)
