@@ -96,7 +96,7 @@ def _run(original: Callable) -> Callable:
             with _ReplicaStep(shares, fed.small_tails, num_replicas):
                 return converted(*args, **kwargs)
 
-        plain_args = tuple(tuple(arg) if arg is fed else arg for arg in args)
+        plain_args = tuple(arg.data if arg is fed else arg for arg in args)
         outputs = original(strategy, replica_fn, (fed.shares, plain_args, kwargs or {}), None, options)
         return _combine(outputs, fed, num_replicas)
 

@@ -150,22 +150,19 @@ class DistributedDataset(distribute_types.DistributedDatasetInterface):
     """Base of what an adapter hands to Keras; Keras distributes anything else once more."""
 
 
-class FedElement(tuple):
-    """The `(x, y, sample_weight)` of one step with its shares beside it, on the way from iterator to replicas.
+class FedElement:
+    """The data of one step with its shares beside it, on the way from the iterator to the replicas.
 
     Args:
-        data: Tuple of per-replica structures.
+        data: Per-replica structure, as `train_step` is to get it.
         shares: Per-replica float32 of shape (3,): weight of the replica's means, scale of its sums, and 1 if
             its samples count (0 on the replicas of a small tail that repeat them). None if all steps are even.
         predicting: True if what the step returns are rows to concatenate.
         small_tails: True if a step may have fewer samples than replicas.
     """
 
-    def __new__(cls, data: tuple, shares: Any, predicting: bool, small_tails: bool) -> "FedElement":
-        """Makes the tuple; tuples take their content here."""
-        element = super().__new__(cls, data)
-        element.shares, element.predicting, element.small_tails = shares, predicting, small_tails
-        return element
+    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool) -> None:
+        self.data, self.shares, self.predicting, self.small_tails = data, shares, predicting, small_tails
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):

@@ -130,7 +130,7 @@ class _Graph:
                 functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch)
             )
         if self._plan.num_replicas == 1:
-            dataset = dataset.map(lambda data, *_: data)
+            dataset = dataset.map(lambda data, *_: _as_keras_does(data))
         else:
             dataset = dataset.flat_map(self._deal)
         options = tf.data.Options()
@@ -157,10 +157,15 @@ class _Graph:
         def part(replica: tf.Tensor) -> tuple:
             start, stop = parts[replica, 0], parts[replica, 1]
             # Slices along the first axis share the memory of the batch where their address is aligned.
-            sliced = tf.nest.map_structure(lambda component: component[start:stop], data)
+            sliced = _as_keras_does(tf.nest.map_structure(lambda component: component[start:stop], data))
             return sliced if self._plan.even else (sliced, shares[replica])
 
         return tf.data.Dataset.range(self._plan.num_replicas).map(part)
+
+
+def _as_keras_does(data: tuple) -> Any:
+    """A lone input goes to `train_step` by itself, unless it is a tuple: there it could be taken for (x, y)."""
+    return data[0] if len(data) == 1 and not isinstance(data[0], tuple) else data
 
 
 def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tuple:

@@ -226,7 +226,7 @@ def _start_interpreter(messages: int, stacks: int) -> subprocess.Popen[bytes]:
 def _preparation(settings: Settings) -> dict[str, Any]:
     """What `multiprocessing.spawn.prepare` makes another interpreter like this one with.
 
-    Its own `get_preparation_data` also settles the start method of the whole program, which is not ours to do.
+    Its own `get_preparation_data` would also settle the start method of the whole program.
     """
     return {
         "name": f"{__package__}-worker-{settings.worker_id}",
@@ -238,7 +238,7 @@ def _preparation(settings: Settings) -> dict[str, Any]:
 
 
 class _Forked:
-    """What `popen_fork.Popen` runs in a copy of this process; it is used like `subprocess.Popen`."""
+    """What `popen_fork.Popen`, which is used like `subprocess.Popen`, runs in a copy of this process."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -268,8 +268,8 @@ def _raise_failure(where: str, pickled: bytes | None, title: str, text: str) -> 
             error = None  # Such as one whose __init__ takes other arguments than its `args`.
     if not isinstance(error, BaseException) or headline(error) != title:
         error = SourceError(
-            f"The source raised {title}. The exception itself cannot be passed from one process to another; "
-            "its traceback in the worker is above."
+            f"The source raised {title}. The exception itself cannot be passed on between processes; "
+            "its traceback is above."
         )
     raise error from _WorkerTraceback(f"In {where}:\n{text}")
 
@@ -314,7 +314,7 @@ class Crew:
         return worker.bury(time.monotonic() + patience_seconds)
 
     def wait(self, timeout: float) -> list[tuple[Worker, bool]]:
-        """Waits at most so many seconds; returns the workers with news, and whether it is that of their end."""
+        """Waits at most so many seconds; returns workers with news, each with whether it has ended."""
         try:
             ready = self._selector.select(timeout)
         except (OSError, ValueError):

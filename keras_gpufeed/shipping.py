@@ -55,7 +55,7 @@ class ShippedSource:
         self.main = _main_module() if needs_main and _mentions_main(packed.pickled) else {}
         self.pickle_bytes = packed.pickle_bytes
         self.memory = new_memory(packed.num_bytes)
-        weakref.finalize(self, os.close, self.memory)
+        self.close = weakref.finalize(self, os.close, self.memory)  # Workers that have it keep their maps.
         with mmap.mmap(self.memory, packed.num_bytes) as mapped:
             packed.write(mapped)
 

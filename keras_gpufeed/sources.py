@@ -176,21 +176,26 @@ class _ArrayLikeComponent:
     def __init__(self, array: Any) -> None:
         self._array = array
         self._dtype = fed_dtype(np.dtype(array.dtype))
+        self._holds_strings = self._dtype.kind in "SUO"
         self._pool = BufferPool()
         self.num_samples = len(array)
-        self.spec = tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(self._dtype))
-        self.sample_bytes: int | None = math.prod(array.shape[1:]) * self._dtype.itemsize
+        dtype = tf.string if self._holds_strings else tf.as_dtype(self._dtype)
+        self.spec = tf.TensorSpec((None, *array.shape[1:]), dtype)
+        sample_bytes = math.prod(array.shape[1:]) * self._dtype.itemsize
+        self.sample_bytes: int | None = None if self._holds_strings else sample_bytes
 
     def read(self, samples: Samples) -> np.ndarray:
         if isinstance(samples, slice):
-            batch = np.asarray(self._array[samples])
+            order, batch = slice(None), np.asarray(self._array[samples])
+        else:
+            # HDF5 wants increasing numbers, and every file is read faster in its own order.
+            order = np.argsort(samples)
+            batch = np.asarray(self._array[samples[order]])
+        if self._holds_strings:
+            batch = encode_strings(batch)
+            out = np.empty(batch.shape, object)
+        else:
             out = self._pool.empty(batch.shape, self._dtype)
-            out[...] = batch
-            return out
-        # HDF5 wants increasing numbers, and every file is read faster in its own order.
-        order = np.argsort(samples)
-        batch = np.asarray(self._array[samples[order]])
-        out = self._pool.empty(batch.shape, self._dtype)
         out[order] = batch
         return out
 
@@ -203,7 +208,7 @@ def _make_component(value: Any, name: str) -> Any:
             "samples, padded where necessary."
         )
     if isinstance(value, (tf.Tensor, tf.Variable)):
-        value = value.numpy()
+        value = _view_of_tensor(value)
     elif kind == "pandas" and hasattr(value, "columns"):
         return _make_frame_component(value, name)
     elif kind == "pandas":
@@ -220,14 +225,26 @@ def _make_component(value: Any, name: str) -> Any:
     return _ArrayComponent(value)
 
 
+def _view_of_tensor(tensor: Any) -> np.ndarray:
+    tensor = tf.convert_to_tensor(tensor)
+    try:
+        return np.asarray(memoryview(tensor))  # `numpy()` copies.
+    except (BufferError, TypeError, ValueError):  # Strings, bfloat16: no NumPy memory to look at.
+        return tensor.numpy()
+
+
 def _make_frame_component(frame: Any, name: str) -> Any:
-    array = frame.to_numpy()
-    _check_array(array, name)
-    one_block = len(frame.columns) and np.shares_memory(array, frame.iloc[:, 0].to_numpy())
-    if array.dtype.kind in "SUO":
+    first = frame.iloc[:1].to_numpy()  # What the columns have in common; the whole might be a copy.
+    _check_array(first, name)
+    if first.dtype.kind in "SUO":
+        array = frame.to_numpy()
         _check_strings(array, name)
         return _StringComponent(array)
-    return _ArrayComponent(array) if one_block else _FrameComponent(frame, array.dtype)
+    if len(set(frame.dtypes)) == 1:
+        array = frame.to_numpy()
+        if np.shares_memory(array, frame.iloc[:, 0].to_numpy()):
+            return _ArrayComponent(array)
+    return _FrameComponent(frame, first.dtype)
 
 
 def _to_array(value: Any, name: str) -> np.ndarray:
