@@ -1,6 +1,6 @@
 """Goes on training a model that was built, compiled and trained on one device, on every device.
 
-    KERAS_GPUFEED_VIRTUAL_DEVICES=2 python examples/existing_model.py
+KERAS_GPUFEED_VIRTUAL_DEVICES=2 python examples/existing_model.py
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """A model with its own `train_step`, written as for one device, on every device.
 
-    KERAS_GPUFEED_VIRTUAL_DEVICES=3 python examples/subclassed_model.py
+KERAS_GPUFEED_VIRTUAL_DEVICES=3 python examples/subclassed_model.py
 """
 
 import numpy as np

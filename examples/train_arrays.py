@@ -1,7 +1,7 @@
 """Trains a small net on arrays, on every device, and shows the one line that differs from plain Keras.
 
-    python examples/train_arrays.py                                     # every visible GPU
-    KERAS_GPUFEED_VIRTUAL_DEVICES=4 python examples/train_arrays.py     # no GPU: four devices on the CPU
+python examples/train_arrays.py                                     # every visible GPU
+KERAS_GPUFEED_VIRTUAL_DEVICES=4 python examples/train_arrays.py     # no GPU: four devices on the CPU
 """
 
 import tensorflow as tf

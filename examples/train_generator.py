@@ -1,6 +1,6 @@
 """Trains on image files that a generator function reads and augments.
 
-    KERAS_GPUFEED_VIRTUAL_DEVICES=2 python examples/train_generator.py
+KERAS_GPUFEED_VIRTUAL_DEVICES=2 python examples/train_generator.py
 """
 
 import pathlib

@@ -25,9 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m keras_gpufeed", description="Trains Keras models on every GPU.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "demo", help="train a small model on every device and on one, and compare"
-    )
+    command = commands.add_parser("demo", help="train a small model on every device and on one, and compare")
     command.add_argument("--replicas", type=_positive, help="how many (default: every GPU, or 4 virtual devices)")
     command.add_argument("--epochs", type=_positive, default=5, help="epochs of each training (default: 5)")
     command.add_argument("--save", metavar="FILE", help="where to save the trained model, such as model.keras")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import queue
-from typing import Any, Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -234,9 +235,7 @@ def batch_order(num_batches: int, seed: int | None, epoch: int, start: int) -> l
     return EpochOrder(num_batches, seed, epoch).samples(0, num_batches)[start:].tolist()
 
 
-def make_batch_source(
-    x: Any, batch_size: int | None, batched: bool, drop_remainder: bool
-) -> BatchSource | None:
+def make_batch_source(x: Any, batch_size: int | None, batched: bool, drop_remainder: bool) -> BatchSource | None:
     """The batch source for `x`, or None if `x` is arrays.
 
     Args:
@@ -321,8 +320,7 @@ class BatchCaster:
         specs, leaves = tf.nest.flatten(self.element_spec), tf.nest.flatten(structure)
         self._pools = self._pools or [BufferPool() for _ in specs]
         arrays = [
-            self._cast_one(np.asarray(leaf), spec, pool, number)
-            for leaf, spec, pool in zip(leaves, specs, self._pools)
+            self._cast_one(np.asarray(leaf), spec, pool, number) for leaf, spec, pool in zip(leaves, specs, self._pools)
         ]
         lengths = {len(array) for array in arrays}
         if len(lengths) > 1:
@@ -381,15 +379,13 @@ def _describe(structure: Any) -> str:
 
 def _check_length(items: Iterator, num_batches: int | None) -> Iterator:
     """Passes on what an iterable gives, and holds it to the length that it claims."""
-    number = 0
-    for item in items:
+    for number, item in enumerate(items):
         if number == num_batches:
             raise SourceError(
                 f"The source has a length of {num_batches}, but gives more batches than that. Correct its "
                 "__len__, or pass a function that returns an iterator: then no length is assumed."
             )
         yield item
-        number += 1
 
 
 def _skip(items: Iterator, number: int) -> Iterator:

@@ -52,7 +52,7 @@ class BufferPool:
         if len(block) < num_bytes:  # A smaller block is given up: batches have grown.
             block = _aligned_block(num_bytes)
         array = block[:num_bytes].view(dtype).reshape(shape)
-        weakref.finalize(array, self._free.append, block).atexit = False
+        weakref.finalize(array, self._free.append, block).atexit = False  # type: ignore[misc]
         return array
 
 

@@ -45,9 +45,7 @@ def run(num_replicas: int | None = None, epochs: int = 5, save: str | None = Non
     many = _train("Training on all replicas", devices, feeder, epochs)
     one = _train("Training the same model on one device, in the same order", devices[:1], feeder, epochs)
 
-    difference = max(
-        float(np.max(np.abs(a - b))) for a, b in zip(many.get_weights(), one.get_weights())
-    )
+    difference = max(float(np.max(np.abs(a - b))) for a, b in zip(many.get_weights(), one.get_weights()))
     print(f"\nAccuracy on {_NUM_TEST_SAMPLES} test images")
     for name, model in ((f"{len(devices)} replicas", many), ("one device", one)):
         _, accuracy = model.evaluate(test_feeder, verbose=0)

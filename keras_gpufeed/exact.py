@@ -50,7 +50,7 @@ class _ReplicaStep:
             or tf.__internal__.distribute.strategy_supports_no_merge_call()
         )
 
-    def __enter__(self) -> "_ReplicaStep":
+    def __enter__(self) -> _ReplicaStep:
         self._outer = _current_step()
         _active.step = self
         return self
@@ -84,7 +84,11 @@ def install() -> None:
 
 def _run(original: Callable) -> Callable:
     def run(
-        strategy: tf.distribute.Strategy, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None
+        strategy: tf.distribute.Strategy,
+        fn: Callable,
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
     ) -> Any:
         fed = next((arg for arg in args if isinstance(arg, FedElement)), None)
         if fed is None:
@@ -105,7 +109,7 @@ def _run(original: Callable) -> Callable:
 
 def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
     if fed.shares is None:
-        shares = [None] * num_replicas
+        shares: list = [None] * num_replicas
     else:
         shares = list(internals.local_values(fed.shares))
     steps = [_ReplicaStep(share, fed.small_tails, num_replicas) for share in shares]
@@ -115,12 +119,17 @@ def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
         if values is None:  # The same on all replicas: a metric's result.
             return output
         if not _is_scalar(values[0]):
-            values = [value if step.counts is None else _rows_that_count(value, step) for value, step in zip(values, steps)]
+            values = [
+                value if step.counts is None else _rows_that_count(value, step) for value, step in zip(values, steps)
+            ]
             return internals.regroup(values) if fed.predicting else tf.concat(values, axis=0)
         if values[0].dtype.is_floating:
             values = [value * tf.cast(step.weight, value.dtype) for value, step in zip(values, steps)]
         elif values[0].dtype.is_integer:
-            values = [value if step.counts is None else value * tf.cast(step.counts, value.dtype) for value, step in zip(values, steps)]
+            values = [
+                value if step.counts is None else value * tf.cast(step.counts, value.dtype)
+                for value, step in zip(values, steps)
+            ]
         return internals.regroup(values)  # Keras sums what it is given for each replica.
 
     return tf.nest.map_structure(combine, outputs)

@@ -127,7 +127,7 @@ class DistributedFeeder:
             self.source = batch_source
             if batch_source.num_samples is not None or not batched:
                 batch_size = batch_size or DEFAULT_BATCH_SIZE
-        self.batch_size: int | None = batch_size
+        self.batch_size: Any = batch_size
         self.element_spec = element_spec
         self._setup()
 
@@ -142,18 +142,18 @@ class DistributedFeeder:
         return isinstance(self.source, BatchSource)
 
     @property
-    def num_samples(self) -> int | None:
-        """Samples in one pass; None if the source does not say."""
+    def num_samples(self) -> Any:
+        """Number of samples in one pass; None if the source does not say."""
         return self.source.num_samples
 
     @property
-    def num_steps(self) -> int | None:
-        """Steps in one epoch of `fit`; None if the source does not say."""
+    def num_steps(self) -> Any:
+        """Number of steps in one epoch of `fit`; None if the source does not say."""
         return self.steps_per_epoch or self.steps_per_pass
 
     @property
-    def steps_per_pass(self) -> int | None:
-        """Steps in one pass over the data; None if the source does not say."""
+    def steps_per_pass(self) -> Any:
+        """Number of steps in one pass over the data; None if the source does not say."""
         return self.source.num_batches if self.is_streaming else self.plan(1).steps
 
     def __len__(self) -> int:
@@ -216,9 +216,7 @@ class DistributedFeeder:
             prefetch=self.prefetch,
         )
 
-    def pipeline(
-        self, strategy: tf.distribute.Strategy, training: bool, predicting: bool = False
-    ) -> Pipeline:
+    def _pipeline_on(self, strategy: tf.distribute.Strategy, training: bool, predicting: bool = False) -> Pipeline:
         """The steps on a strategy; made once for each, so that nothing is traced twice.
 
         Args:
@@ -233,7 +231,7 @@ class DistributedFeeder:
             self._pipelines[key] = Pipeline(plan, strategy, transforms, predicting)
         return self._pipelines[key]
 
-    def sample_stream(self, pipeline: Pipeline, shuffle: bool, first_step: int, num_steps: int) -> SampleStream:
+    def _sample_stream(self, pipeline: Pipeline, shuffle: bool, first_step: int, num_steps: int) -> SampleStream:
         """One run through arrays.
 
         Args:
@@ -245,7 +243,7 @@ class DistributedFeeder:
         seed = self.seed if shuffle and self.shuffle else None
         return SampleStream(self.source, pipeline.plan, seed, first_step, num_steps)
 
-    def batch_stream(
+    def _batch_stream(
         self, shuffle: bool, epochs: tuple[int, int], start: int, steps_per_epoch: int | None
     ) -> BatchStream:
         """One run through a source of batches.
@@ -257,19 +255,17 @@ class DistributedFeeder:
             steps_per_epoch: Steps of an epoch, if not one pass.
         """
         seed = self.seed if shuffle and self.shuffle else None
-        return BatchStream(
-            self.source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec
-        )
+        return BatchStream(self.source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec)
 
-    def epochs_trained(self, model: tf.keras.Model) -> int:
+    def _epochs_trained(self, model: tf.keras.Model) -> int:
         """Epochs that `fit` has given to `model`; the next `fit` goes on with the orders after them."""
         return self._epochs_of.get(model, 0)
 
-    def note_epochs_trained(self, model: tf.keras.Model, epochs: int) -> None:
+    def _note_epochs_trained(self, model: tf.keras.Model, epochs: int) -> None:
         """Records that `model` has been trained for `epochs` epochs."""
         self._epochs_of[model] = epochs
 
-    def validation_split(self, fraction: float) -> tuple["DistributedFeeder", "DistributedFeeder"]:
+    def validation_split(self, fraction: float) -> tuple[DistributedFeeder, DistributedFeeder]:
         """Two feeders over the same data: all but the last samples, and the last ones, as Keras splits arrays.
 
         Args:
@@ -299,7 +295,7 @@ class DistributedFeeder:
             )
         return self._over(0, split_at), self._over(split_at, self.num_samples)
 
-    def _over(self, start: int, stop: int) -> "DistributedFeeder":
+    def _over(self, start: int, stop: int) -> DistributedFeeder:
         feeder = object.__new__(DistributedFeeder)
         feeder.__dict__.update(self.__dict__)
         feeder.source = SampleRange(self.source, start, stop)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from typing import Any, Callable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, Callable, cast
 
 import tensorflow as tf
 from keras.src.engine import data_adapter, functional, keras_tensor, node, training
@@ -76,7 +77,7 @@ def attach(place: str, wrapper: Wrapper) -> None:
     owner, name = _PLACES[place]
     original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     if isinstance(original, property):
-        setattr(owner, name, property(wrapper(original.fget), doc=original.__doc__))
+        setattr(owner, name, property(wrapper(cast(Callable, original.fget)), doc=original.__doc__))
     else:
         setattr(owner, name, functools.wraps(original)(wrapper(original)))
 
@@ -106,7 +107,9 @@ def epoch_range(handler: data_adapter.DataHandler) -> tuple[int, int, int]:
 
 def argument_names(method: Callable) -> list[str]:
     """The positional arguments of a bound Keras method."""
-    return [name for name, argument in inspect.signature(method).parameters.items() if argument.kind != argument.VAR_KEYWORD]
+    return [
+        name for name, argument in inspect.signature(method).parameters.items() if argument.kind != argument.VAR_KEYWORD
+    ]
 
 
 def set_steps(handler: data_adapter.DataHandler, steps: int | None) -> None:
@@ -141,9 +144,9 @@ def steps_as_ready(handler: data_adapter.DataHandler, num_ready: Callable[[int],
 
 def keras_would_take(x: Any, y: Any) -> bool:
     """True if stock Keras accepts `x` and `y` as arrays (not as a data set or a generator)."""
-    return data_adapter.TensorLikeDataAdapter.can_handle(
+    return data_adapter.TensorLikeDataAdapter.can_handle(x, y) or data_adapter.ListsOfScalarsDataAdapter.can_handle(
         x, y
-    ) or data_adapter.ListsOfScalarsDataAdapter.can_handle(x, y)
+    )
 
 
 class DistributedDataset(distribute_types.DistributedDatasetInterface):
@@ -210,7 +213,7 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         return self._inner.element_spec
 
     @property
-    def _type_spec(self) -> "_FeedIteratorSpec":
+    def _type_spec(self) -> _FeedIteratorSpec:
         return _FeedIteratorSpec(self._inner._type_spec, self._even, self._predicting, self._small_tails)
 
 
@@ -250,13 +253,13 @@ def iterate_on_devices(
 # --- Strategies --------------------------------------------------------------------------------------------
 
 
-def regroup(per_replica: list) -> Any:
+def regroup(per_replica: Iterable) -> Any:
     """One value that stands for the given structures, one for each replica."""
     return distribute_utils.regroup(tuple(per_replica), always_wrap=True)
 
 
-def local_values(value: Any) -> tuple | None:
-    """The values of a per-replica value, or None if `value` is the same on all replicas."""
+def local_values(value: Any) -> Any:
+    """The tuple of values of a per-replica value, or None if `value` is the same on all replicas."""
     return value.values if isinstance(value, values.PerReplica) else None
 
 
@@ -381,4 +384,3 @@ def is_revived(layer: Any) -> bool:
     It runs stored functions that hold their variables by handle, so moving the variables would not reach them.
     """
     return isinstance(layer, (saved_model_load.RevivedLayer, saved_model_load.RevivedNetwork))
-

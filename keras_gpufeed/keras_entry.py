@@ -11,7 +11,8 @@ import contextlib
 import inspect
 import logging
 import threading
-from typing import Any, Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -154,12 +155,12 @@ def _refuse_misplaced_feeders(name: str, arguments: dict) -> None:
                 f"Write model.{name}(DistributedFeeder(x, y, sample_weight))."
             )
     batch_size = arguments.get("batch_size")
-    if isinstance(x, DistributedFeeder) and batch_size not in (None, x.batch_size):
-        if not arguments.get("_use_cached_eval_dataset"):  # Then `fit` passes on its own batch size.
-            raise SourceError(
-                f"batch_size={batch_size} was given to {name}, but the feeder has batch_size={x.batch_size}. "
-                "Give it to the feeder only: DistributedFeeder(x, y, batch_size=...)."
-            )
+    passed_on_by_fit = arguments.get("_use_cached_eval_dataset", False)
+    if isinstance(x, DistributedFeeder) and batch_size not in (None, x.batch_size) and not passed_on_by_fit:
+        raise SourceError(
+            f"batch_size={batch_size} was given to {name}, but the feeder has batch_size={x.batch_size}. "
+            "Give it to the feeder only: DistributedFeeder(x, y, batch_size=...)."
+        )
 
 
 def _prepare_fit(arguments: dict) -> None:
@@ -206,15 +207,11 @@ def feeder_of_arrays(arguments: dict) -> DistributedFeeder:
         )
     feeder = DistributedFeeder(x, y, weights, batch_size=batch_size, shuffle=bool(shuffle))
     if batch_size is None and steps:  # As Keras does: then steps alone fix the size of a batch.
-        feeder = DistributedFeeder(
-            x, y, weights, batch_size=-(-feeder.num_samples // steps), shuffle=bool(shuffle)
-        )
+        feeder = DistributedFeeder(x, y, weights, batch_size=-(-feeder.num_samples // steps), shuffle=bool(shuffle))
     return feeder
 
 
-def _check_model(
-    model: tf.keras.Model, name: str, feeder: DistributedFeeder, strategy: tf.distribute.Strategy
-) -> None:
+def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, strategy: tf.distribute.Strategy) -> None:
     on_cpus = any("GPU" not in device for device in internals.replica_devices(strategy))
     if getattr(model, "_jit_compile", None) and strategy.num_replicas_in_sync > 1 and on_cpus:
         raise StrategyError(
@@ -238,8 +235,8 @@ def _check_inputs(model: tf.keras.Model, feeder: DistributedFeeder, strategy: tf
         return
     x = feeder.source.element_spec[0]
     if isinstance(x, dict):
-        specs = {key: spec for key, spec in x.items()}
-        named = [(tensor.name, tensor, specs.get(tensor.name)) for tensor in inputs]
+        specs = dict(x)
+        named: list = [(tensor.name, tensor, specs.get(tensor.name)) for tensor in inputs]
         missing = [key for key, _, spec in named if spec is None]
         if missing:
             raise SourceError(
@@ -256,6 +253,7 @@ def _check_inputs(model: tf.keras.Model, feeder: DistributedFeeder, strategy: tf
         named = [(tensor.name, tensor, spec) for tensor, spec in zip(inputs, flat)]
     num_replicas = strategy.num_replicas_in_sync
     plan = feeder.plan(num_replicas)
+    last_step = feeder.steps_per_pass - 1
     for key, tensor, spec in named:
         declared, fed = tensor.shape[1:], spec.shape[1:]
         if not _fits(declared, fed):
@@ -263,7 +261,7 @@ def _check_inputs(model: tf.keras.Model, feeder: DistributedFeeder, strategy: tf
                 f"Input {key!r} of the model takes samples of shape {tuple(declared)}, but x holds samples of "
                 f"shape {tuple(fed)} ({spec.dtype.name}). Reshape x, or build the model for this shape."
             )
-        sizes = {size for step in {0, plan.steps - 1} for size in plan.split(step).sizes}
+        sizes = {size for step in {0, last_step} for size in plan.split(step).sizes}
         if tensor.shape[0] is not None and sizes != {tensor.shape[0]}:
             raise SourceError(
                 f"Input {key!r} of the model declares a batch of exactly {tensor.shape[0]} samples, but the "
@@ -329,7 +327,7 @@ class FeedAdapter(internals.DataAdapter):
         self._call, self._feeder, self._model = call, x, model
         self._training = call.takes_for_training(x)
         self._shuffle = shuffle
-        self.pipeline = x.pipeline(
+        self.pipeline = x._pipeline_on(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
         )
         self._own_steps = x.num_steps if self._training else x.steps_per_pass
@@ -352,7 +350,7 @@ class FeedAdapter(internals.DataAdapter):
                 ", then it is read on."
             )
 
-    def get_dataset(self) -> "_Steps":
+    def get_dataset(self) -> _Steps:
         """What Keras iterates."""
         return _Steps(self, self.pipeline)
 
@@ -401,7 +399,7 @@ class FeedAdapter(internals.DataAdapter):
                 step,
             )
         # A second `fit` of the same model goes on with new orders; an explicit position is taken at its word.
-        passed = 0 if epoch or step else self._feeder.epochs_trained(self._model)
+        passed = 0 if epoch or step else self._feeder._epochs_trained(self._model)
         self._first, self._epochs = (epoch + passed, step), epochs + passed
         self._epoch = self._steps_taken = 0
 
@@ -411,13 +409,13 @@ class FeedAdapter(internals.DataAdapter):
         if self.is_streaming:
             if self._stream is not None:
                 self._stream.close()
-            self._stream = self._feeder.batch_stream(shuffle, (epoch, self._epochs), step, self._fixed_steps)
+            self._stream = self._feeder._batch_stream(shuffle, (epoch, self._epochs), step, self._fixed_steps)
         else:
             steps = self.get_size()
             num_steps = (self._epochs - epoch) * steps - step
             if not self._training:
                 num_steps = min(num_steps, self._own_steps)  # Nothing is counted twice.
-            self._stream = self._feeder.sample_stream(self.pipeline, shuffle, epoch * steps + step, num_steps)
+            self._stream = self._feeder._sample_stream(self.pipeline, shuffle, epoch * steps + step, num_steps)
         self._call.streams.append(self._stream)
         return self._stream
 
@@ -426,7 +424,7 @@ class FeedAdapter(internals.DataAdapter):
         ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
         if ready < wanted and self.get_size() is not None:
             _logger.warning(
-                "The source ended after %d batches in all, in the middle of an epoch of %d steps; the epoch ends there.",
+                "The source ended after %d batches in all, in an epoch of %d steps; the epoch ends there.",
                 self._steps_taken + ready,
                 self.get_size(),
             )
@@ -441,7 +439,7 @@ class FeedAdapter(internals.DataAdapter):
         """Keras calls this when an epoch has been trained, or an evaluation is over."""
         self._epoch += 1
         if self._training:
-            self._feeder.note_epochs_trained(self._model, self._first[0] + self._epoch)
+            self._feeder._note_epochs_trained(self._model, self._first[0] + self._epoch)
         if self.is_streaming:
             self._stream.allow_next_epoch()
 
@@ -452,7 +450,7 @@ class _Steps(internals.DistributedDataset):
     def __init__(self, adapter: FeedAdapter, pipeline: Pipeline) -> None:
         self._adapter, self._pipeline = adapter, pipeline
 
-    def map(self, function: Callable) -> "_Steps":
+    def map(self, function: Callable) -> _Steps:
         """The same steps with `function` applied to each batch; Keras adds class weights in this way."""
         return _Steps(self._adapter, self._pipeline.with_transform(function))
 

@@ -22,9 +22,7 @@ class Model(tf.keras.Model):
     Arrays given to `fit`, `evaluate` and `predict` go through a `DistributedFeeder`; all arguments keep their
     meaning. `compile` moves the model onto the devices, unless it was made under a strategy of the user's.
 
-    Args:
-        *args: As `keras.Model` takes them: nothing in a subclass, `inputs` and `outputs` for a functional model.
-        **kwargs: Likewise.
+    It is made as `keras.Model` is: with `inputs` and `outputs`, or by a subclass with layers of its own.
 
     Example:
         >>> import keras_gpufeed as kg
@@ -39,7 +37,7 @@ class Model(tf.keras.Model):
         (3, 8)
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Model":
+    def __new__(cls, *args: Any, **kwargs: Any) -> Model:
         """Makes a functional model where inputs and outputs are given, as `keras.Model` does."""
         if cls is Model and internals.are_functional_arguments(args, kwargs):
             return super().__new__(_Functional, *args, **kwargs)

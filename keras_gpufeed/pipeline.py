@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import Any, Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -61,7 +62,7 @@ class Pipeline(internals.DistributedDataset):
         self._transforms, self._predicting = transforms, predicting
         self._graphs: list[_Graph] = []
 
-    def with_transform(self, function: Callable) -> "Pipeline":
+    def with_transform(self, function: Callable) -> Pipeline:
         """The same steps with `function` applied to each global batch."""
         return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting)
 
@@ -89,10 +90,10 @@ class Pipeline(internals.DistributedDataset):
                 predicting=self._predicting,
                 small_tails=plan.has_small_tail,
             )
-        weakref.finalize(iterator, _streams.pop, stream_id).atexit = False
+        weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator
 
-    def _graph_for(self, stream: Any) -> "_Graph":
+    def _graph_for(self, stream: Any) -> _Graph:
         """A graph whose batch type admits the stream's; generators may give other shapes from run to run."""
         spec = stream.element_spec
         for graph in self._graphs:
@@ -106,9 +107,7 @@ class Pipeline(internals.DistributedDataset):
 class _Graph:
     """The traced `tf.data` graph, with the stream's number and length as its inputs."""
 
-    def __init__(
-        self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], endless: bool
-    ) -> None:
+    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], endless: bool) -> None:
         self.batch_spec, self._plan, self._transforms, self._endless = batch_spec, plan, transforms, endless
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
@@ -116,9 +115,7 @@ class _Graph:
 
     def dataset(self, stream_id: int, num_steps: int) -> tf.data.Dataset:
         """The parts of all steps of a stream, replica after replica."""
-        variant = self._make_variant(
-            tf.constant(stream_id, tf.int64), tf.constant(num_steps, tf.int64)
-        )
+        variant = self._make_variant(tf.constant(stream_id, tf.int64), tf.constant(num_steps, tf.int64))
         return tf.data.experimental.from_variant(variant, self._element_spec)
 
     def _trace(self, stream_id: tf.Tensor, num_steps: tf.Tensor) -> tf.Tensor:
@@ -126,9 +123,7 @@ class _Graph:
         if self._endless:
             dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
         for transform in self._transforms:
-            dataset = dataset.map(
-                functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch)
-            )
+            dataset = dataset.map(functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
             dataset = dataset.map(lambda data, *_: _as_keras_does(data))
         else:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import types
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -53,9 +54,7 @@ def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = 
         True
     """
     if not isinstance(model, tf.keras.Model):
-        raise StrategyError(
-            f"Only a Keras model can be moved. Received an object of type {type(model).__name__}."
-        )
+        raise StrategyError(f"Only a Keras model can be moved. Received an object of type {type(model).__name__}.")
     if strategy is None:
         strategy = internals.lives_on(model) or strategies.get_strategy()
     strategies.prepare(strategy)
@@ -73,7 +72,8 @@ def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = 
 
 
 def _move(model: tf.keras.Model, strategy: tf.distribute.Strategy) -> None:
-    owners, variables = [], []
+    owners: list = []
+    variables: list[tf.Variable] = []
     for found in _walk(model):
         (variables if isinstance(found, tf.Variable) else owners).append(found)
     _check(owners, variables, strategy)

@@ -65,9 +65,7 @@ def _repair(part: Any) -> str:
         return f"Define {part.__qualname__} with `def` at the top level of a file."
     if isinstance(part, types.GeneratorType):
         return "Keep the function that makes the generator, and call it in the worker."
-    return (
-        "Leave it out of what __getstate__ returns and make it on first use in the worker, or use workers=0."
-    )
+    return "Leave it out of what __getstate__ returns and make it on first use in the worker, or use workers=0."
 
 
 def _mentions_main(pickled: bytes) -> bool:
@@ -83,9 +81,7 @@ def _main_module() -> dict[str, str]:
     path = getattr(main, "__file__", None)
     if path:
         return {
-            "init_main_from_path": os.path.normpath(
-                os.path.join(getattr(process, "ORIGINAL_DIR", None) or "", path)
-            )
+            "init_main_from_path": os.path.normpath(os.path.join(getattr(process, "ORIGINAL_DIR", None) or "", path))
         }
     raise SourceError(
         "The source is defined in a notebook or an interactive session, which workers cannot import. "

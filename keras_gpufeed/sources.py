@@ -47,12 +47,8 @@ class ArraySource:
         missing = [name for name, leaf in zip(names, leaves) if leaf is None]
         if any(not name.startswith("sample_weight") for name in missing):
             raise SourceError(f"Every input and target must be an array. Received None for {missing[0]}.")
-        components = [
-            None if leaf is None else _make_component(leaf, name) for leaf, name in zip(leaves, names)
-        ]
-        lengths = {
-            name: component.num_samples for name, component in zip(names, components) if component is not None
-        }
+        components = [None if leaf is None else _make_component(leaf, name) for leaf, name in zip(leaves, names)]
+        lengths = {name: component.num_samples for name, component in zip(names, components) if component is not None}
         if len(set(lengths.values())) > 1:
             raise SourceError(
                 "All arrays must have the same number of samples along their first axis. Received "
@@ -68,14 +64,12 @@ class ArraySource:
         # Keras weighs an output whose sample weight is None by 1; a broadcast 1 costs no memory.
         ones = np.broadcast_to(np.ones((), tf.keras.backend.floatx()), (self.num_samples,))
         self._components = [component or _ArrayComponent(ones) for component in components]
-        self.element_spec = tf.nest.pack_sequence_as(
-            structure, [component.spec for component in self._components]
-        )
+        self.element_spec = tf.nest.pack_sequence_as(structure, [component.spec for component in self._components])
 
     @property
     def sample_bytes(self) -> int | None:
         """Bytes of one sample as it is fed; None if there are strings."""
-        sizes = [component.sample_bytes for component in self._components]
+        sizes: list = [component.sample_bytes for component in self._components]
         return None if None in sizes else sum(sizes)
 
     def read(self, samples: Samples) -> list[np.ndarray]:
@@ -186,7 +180,8 @@ class _ArrayLikeComponent:
 
     def read(self, samples: Samples) -> np.ndarray:
         if isinstance(samples, slice):
-            order, batch = slice(None), np.asarray(self._array[samples])
+            order: Any = slice(None)
+            batch = np.asarray(self._array[samples])
         else:
             # HDF5 wants increasing numbers, and every file is read faster in its own order.
             order = np.argsort(samples)
@@ -259,9 +254,7 @@ def _to_array(value: Any, name: str) -> np.ndarray:
 
 def _check_array(array: Any, name: str) -> None:
     if len(array.shape) == 0:
-        raise SourceError(
-            f"{name} has no axis of samples: its shape is (). Pass an array of shape (num_samples, ...)."
-        )
+        raise SourceError(f"{name} has no axis of samples: its shape is (). Pass an array of shape (num_samples, ...).")
     if np.dtype(array.dtype).kind not in "biufcSUO" and tf.as_dtype(array.dtype) != tf.bfloat16:
         raise SourceError(
             f"{name} has dtype {array.dtype}, which cannot be fed. Convert it to numbers or strings first."

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import weakref
-from typing import Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -79,8 +79,7 @@ def use_virtual_devices_of_environment() -> None:
     if number:
         if not number.isdigit():
             raise StrategyError(
-                f"The environment variable {_VIRTUAL_DEVICES_VARIABLE} must be a positive integer. "
-                f"Received {number!r}."
+                f"The environment variable {_VIRTUAL_DEVICES_VARIABLE} must be a positive integer. Received {number!r}."
             )
         use_virtual_devices(int(number))
 
@@ -119,9 +118,7 @@ def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy
             return tf.distribute.get_strategy()
         return _make_strategy(tuple(device.name for device in visible))
     if isinstance(devices, str) or not devices:
-        raise StrategyError(
-            f'Devices must be a list of names such as ["GPU:0", "GPU:1"]. Received {devices!r}.'
-        )
+        raise StrategyError(f'Devices must be a list of names such as ["GPU:0", "GPU:1"]. Received {devices!r}.')
     known = {_short_name(device.name): device.name for device in tf.config.list_logical_devices()}
     for device in devices:
         if _short_name(device) not in known:
@@ -135,7 +132,7 @@ def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy
     return _make_strategy(names)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _make_strategy(devices: tuple[str, ...]) -> tf.distribute.Strategy:
     if len(devices) == 1:
         return tf.distribute.OneDeviceStrategy(devices[0])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -60,13 +60,12 @@ class SampleStream:
         num_steps: How many steps to give.
     """
 
-    def __init__(
-        self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int
-    ) -> None:
+    def __init__(self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int) -> None:
         self.element_spec, self.num_steps = source.element_spec, num_steps
         self.failure: Failure | None = None
         self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
-        self._epoch, self._order = -1, None
+        self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
+        self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
     def read(self, step: int) -> list[np.ndarray]:
         """The components of the global batch of a step.
@@ -75,7 +74,7 @@ class SampleStream:
             step: Step of the stream, from 0.
         """
         try:
-            epoch, step_of_pass = divmod(self._first_step + step, self._plan.steps)
+            epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
             return self._source.read(self._samples(epoch, start, stop))
         except BaseException as error:
@@ -86,7 +85,7 @@ class SampleStream:
         if self._seed is None:
             return slice(start, stop)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, EpochOrder(self._plan.num_samples, self._seed, epoch)
+            self._epoch, self._order = epoch, EpochOrder(self._num_samples, self._seed, epoch)
         return self._order.samples(start, stop)
 
     def close(self) -> None:
@@ -120,8 +119,8 @@ class BatchStream:
     ) -> None:
         self.failure: Failure | None = None
         self._source, self._seed, self._epochs, self._start = source, seed, epochs, start
-        self._steps_per_epoch = steps_per_epoch
-        self._limit = None
+        self._steps_per_epoch: Any = steps_per_epoch
+        self._limit: int | None = None
         if steps_per_epoch is not None:
             self._limit = (epochs[1] - epochs[0]) * steps_per_epoch - start
         self._caster = BatchCaster(element_spec)
@@ -205,7 +204,7 @@ class BatchStream:
     # --- On the reader's thread ---
 
     def _run(self) -> None:
-        failure = None
+        failure: BaseException | None = None
         try:
             self._read_passes()
         except BaseException as error:
@@ -215,7 +214,7 @@ class BatchStream:
         except BaseException as error:
             failure = failure or error
         with self._changed:
-            self.failure, self._ended = failure and Failure(failure), True
+            self.failure, self._ended = None if failure is None else Failure(failure), True
             self._changed.notify_all()
 
     def _read_passes(self) -> None:

@@ -37,7 +37,9 @@ def padded_token_data():
 
 def sequence_data():
     random = np.random.default_rng(0)
-    return random.normal(size=(NUM_SAMPLES, 5, 3)).astype("float32"), random.normal(size=(NUM_SAMPLES, 2)).astype("float32")
+    return random.normal(size=(NUM_SAMPLES, 5, 3)).astype("float32"), random.normal(size=(NUM_SAMPLES, 2)).astype(
+        "float32"
+    )
 
 
 def text_data():
@@ -186,7 +188,9 @@ def loss_closing_over_a_weight():
     model = tf.keras.Sequential([layers.Dense(4, input_shape=(6,)), layers.Dense(1)])
     kernel = model.layers[0].kernel
     return compiled(
-        model, "sgd", lambda y, p: tf.reduce_mean(tf.square(y - p), -1) + 0.1 * tf.reduce_sum(tf.square(kernel))
+        model,
+        "sgd",
+        lambda y, p: tf.reduce_mean(tf.square(y - p), -1) + 0.1 * tf.reduce_sum(tf.square(kernel)),
     )
 
 
