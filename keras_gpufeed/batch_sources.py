@@ -1,31 +1,90 @@
 """Sources that give whole batches: generators, Sequences, data sets and other iterables.
 
-Flow:   ... -> sources -> [batch_sources] -> workers -> streams -> pipeline -> ...
+Flow:   ... -> workers -> sources -> [batch_sources] -> streams -> pipeline -> ...
 Owns:   telling the kinds apart; one pass over each as an iterator of batches; making batches uniform.
 Leaves: reading ahead of the training (streams), processes (workers).
 
 A batch source offers `num_batches` of a pass and `num_samples` (None if unknown), `can_repeat`,
-`waits_for_epoch_end`, `on_epoch_end()` and `batches(epoch, seed, start)`: one pass, from batch `start` on.
+`waits_for_epoch_end`, `lends_memory`, `on_epoch_end()`, `close()` and `batches(epoch, seed, start)`: one pass,
+from batch `start` on. With workers, it makes the batches in processes; the numbers and the order stay the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import queue
+import threading
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 import numpy as np
 import tensorflow as tf
 
 from .buffers import BufferPool
 from .errors import SourceError
-from .order import EpochOrder
+from .items import BatchOf, PartOf, SamplesOf, ordered, stack
 from .sources import as_batch_structure, encode_strings, fed_dtype
+from .workers import WorkerPool
 
 DEFAULT_BATCH_SIZE = 32  # As in Keras.
 
 Batch = list  # Flat list of arrays, in the order of `tf.nest.flatten`.
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSettings:
+    """How batches are made in processes.
+
+    Args:
+        num_workers: Number of processes, at least 1.
+        seed: Seeds NumPy's and Python's random state there.
+        prefetch: Batches that may wait.
+        start_method: As for `WorkerPool`.
+        stall_seconds: As for `WorkerPool`.
+        stall_limit_seconds: As for `WorkerPool`.
+    """
+
+    num_workers: int
+    seed: int
+    prefetch: int
+    start_method: str | None
+    stall_seconds: float
+    stall_limit_seconds: float | None
+
+
+class _Pools:
+    """Worker pools for one callable: one, or several while several passes are under way at once."""
+
+    def __init__(self, source: Any, settings: WorkerSettings) -> None:
+        self._source, self._settings = source, settings
+        self._lock = threading.Lock()
+        self._idle: list[WorkerPool] = []
+        self._idle.append(self._make())  # Before the model is traced, and to refuse at once what cannot be pickled.
+
+    def _make(self) -> WorkerPool:
+        settings = dataclasses.asdict(self._settings)
+        return WorkerPool(self._source, settings.pop("num_workers"), **settings)
+
+    def update(self, source: Any) -> None:
+        with self._lock:
+            self._source = source
+            for pool in self._idle:
+                pool.update(source)
+
+    def run(self, start: Callable[[WorkerPool], Iterator]) -> Iterator:
+        with self._lock:
+            pool = self._idle.pop() if self._idle else self._make()
+        try:
+            yield from start(pool)
+        finally:
+            with self._lock:
+                self._idle.append(pool)
+
+    def close(self) -> None:
+        with self._lock:
+            for pool in self._idle:
+                pool.close()
 
 
 class BatchSource:
@@ -35,9 +94,20 @@ class BatchSource:
     num_samples: int | None = None
     can_repeat = True
     waits_for_epoch_end = False  # True: a pass may begin only when the epoch before has been trained.
+    _pools: _Pools | None = None
+
+    @property
+    def lends_memory(self) -> bool:
+        """True if the arrays of a batch are aligned, and nobody else's until they are garbage."""
+        return self._pools is not None
 
     def on_epoch_end(self) -> None:
         """Told when an epoch has been trained."""
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._pools is not None:
+            self._pools.close()
 
     def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
         """The batches of one pass, as the user's code gives them.
@@ -54,18 +124,34 @@ class GeneratorSource(BatchSource):
     """A function that returns a fresh iterator of batches for each pass.
 
     Args:
-        make_batches: Called once for each pass, with `epoch=` if it takes an argument of that name.
+        make_batches: Called once for each pass, with `epoch=` if it takes an argument of that name; in workers
+            also with `worker_id=` and `num_workers=`.
         num_batches: Batches of a pass, if known.
+        workers: How to make batches in processes; None for this one.
     """
 
-    def __init__(self, make_batches: Callable, num_batches: int | None = None) -> None:
-        self._make_batches = make_batches
-        self._takes_epoch = _takes(make_batches, "epoch")
+    def __init__(
+        self, make_batches: Callable, num_batches: int | None = None, workers: WorkerSettings | None = None
+    ) -> None:
         self.num_batches = num_batches
+        shard_names = ("worker_id", "num_workers")
+        names = ("epoch", *shard_names) if workers is not None else ("epoch",)
+        taken = tuple(name for name in names if _takes(make_batches, name))
+        self._make_part = PartOf(make_batches, taken)
+        if workers is not None:
+            if workers.num_workers > 1 and not set(shard_names) <= set(taken):
+                raise SourceError(
+                    f"workers={workers.num_workers} was asked for, but the generator function does not take "
+                    "worker_id and num_workers, so each worker would give the same batches. Let it take both and "
+                    "give only its part, or use workers=1."
+                )
+            self._pools = _Pools(self._make_part, workers)
 
     def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
-        """The batches of one pass, as the user's code gives them."""
-        made = self._make_batches(epoch=epoch) if self._takes_epoch else self._make_batches()
+        """The batches of one pass."""
+        if self._pools is not None:
+            return _skip(self._pools.run(lambda pool: pool.stream(epoch)), start)
+        made = self._make_part(epoch)
         if not hasattr(made, "__iter__"):
             raise SourceError(
                 f"The generator function returned a {type(made).__name__}, not an iterator of batches. "
@@ -96,26 +182,33 @@ class SequenceSource(BatchSource):
 
     Args:
         sequence: The Sequence.
+        workers: How to make batches in processes; None for this one.
     """
 
-    def __init__(self, sequence: tf.keras.utils.Sequence) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: tf.keras.utils.Sequence, workers: WorkerSettings | None = None) -> None:
+        self._sequence = sequence
         # Without a hook of its own, reading may run ahead of the epoch that is being trained.
         self.waits_for_epoch_end = type(sequence).on_epoch_end is not tf.keras.utils.Sequence.on_epoch_end
+        if workers is not None:
+            self._pools = _Pools(BatchOf(sequence), workers)
 
     @property
     def num_batches(self) -> int:  # type: ignore[override]
         """Batches of the next pass; a Sequence may change its length between epochs."""
-        return len(self.sequence)
+        return len(self._sequence)
 
     def on_epoch_end(self) -> None:
-        """Tells the Sequence that an epoch has been trained."""
-        self.sequence.on_epoch_end()
+        """Tells the Sequence that an epoch has been trained; the workers then get its new state."""
+        self._sequence.on_epoch_end()
+        if self._pools is not None and self.waits_for_epoch_end:
+            self._pools.update(BatchOf(self._sequence))
 
     def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
         """The batches of one pass, in the order of (seed, epoch)."""
-        for index in batch_order(self.num_batches, seed, epoch, start):
-            yield self.sequence[index]
+        order = ordered(self.num_batches, seed, epoch)[start:]
+        if self._pools is not None:
+            return self._pools.run(lambda pool: pool.map((epoch, index) for index in order))
+        return (self._sequence[index] for index in order)
 
 
 class QueueSource(BatchSource):
@@ -154,11 +247,15 @@ class Regrouped(BatchSource):
         num_samples = None if self._batched else self._source.num_batches
         if num_samples is None:
             return None
-        return num_samples // self._batch_size if self._drop_remainder else -(-num_samples // self._batch_size)
+        return _num_batches(num_samples, self._batch_size, self._drop_remainder)
 
     def on_epoch_end(self) -> None:
         """Passed on."""
         self._source.on_epoch_end()
+
+    def close(self) -> None:
+        """Passed on."""
+        self._source.close()
 
     def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
         """The batches of one pass, regrouped."""
@@ -191,10 +288,34 @@ class MapSource(BatchSource):
         samples: Has a length and gives sample number i as `samples[i]`: x, (x, y) or (x, y, sample_weight).
         batch_size: Global batch size.
         drop_remainder: Whether to leave out a last, smaller batch.
+        workers: How to make batches in processes; None for this one.
     """
 
-    def __init__(self, samples: Any, batch_size: int, drop_remainder: bool) -> None:
+    def __init__(
+        self, samples: Any, batch_size: int, drop_remainder: bool, workers: WorkerSettings | None = None
+    ) -> None:
         self._samples, self._batch_size, self._drop_remainder = samples, batch_size, drop_remainder
+        self._workers = workers
+        self._pools_of: dict[int | None, _Pools] = {}
+        if workers is not None:
+            self._pools_for(workers.seed)
+
+    def _pools_for(self, seed: int | None) -> _Pools:
+        """Workers know the order by the seed, so evaluation in natural order has workers of its own."""
+        if seed not in self._pools_of:
+            source = SamplesOf(self._samples, self._batch_size, seed)
+            self._pools_of[seed] = _Pools(source, cast(WorkerSettings, self._workers))
+        return self._pools_of[seed]
+
+    @property
+    def lends_memory(self) -> bool:
+        """True with workers."""
+        return self._workers is not None
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        for pools in self._pools_of.values():
+            pools.close()
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
@@ -204,38 +325,22 @@ class MapSource(BatchSource):
     @property
     def num_batches(self) -> int:  # type: ignore[override]
         """Batches of the next pass."""
-        if self._drop_remainder:
-            return self.num_samples // self._batch_size
-        return -(-self.num_samples // self._batch_size)
+        return _num_batches(self.num_samples, self._batch_size, self._drop_remainder)
 
     def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
         """The batches of one pass, in the order of (seed, epoch)."""
-        order = batch_order(self.num_samples, seed, epoch, 0)
-        for number in range(start, self.num_batches):
-            yield self.read(order[number * self._batch_size : (number + 1) * self._batch_size])
-
-    def read(self, numbers: list[int]) -> Any:
-        """The batch of the samples of these numbers."""
-        samples = [as_batch_structure(self._samples[number]) for number in numbers]
-        leaves = [[np.asarray(leaf) for leaf in tf.nest.flatten(sample)] for sample in samples]
-        return tf.nest.pack_sequence_as(samples[0], [np.stack(parts) for parts in zip(*leaves)])
+        numbers = range(start, self.num_batches)
+        if self._workers is not None:
+            return self._pools_for(seed).run(lambda pool: pool.map((epoch, number) for number in numbers))
+        order = ordered(self.num_samples, seed, epoch)
+        size = self._batch_size
+        chosen = (order[number * size : (number + 1) * size] for number in numbers)
+        return (stack([self._samples[place] for place in places]) for places in chosen)
 
 
-def batch_order(num_batches: int, seed: int | None, epoch: int, start: int) -> list[int]:
-    """Numbers of the batches of one pass, in order.
-
-    Args:
-        num_batches: Batches in the pass.
-        seed: Fixes the order; None for the natural one.
-        epoch: The pass.
-        start: How many to leave out at the beginning.
-    """
-    if seed is None or num_batches == 0:
-        return list(range(start, num_batches))
-    return EpochOrder(num_batches, seed, epoch).samples(0, num_batches)[start:].tolist()
-
-
-def make_batch_source(x: Any, batch_size: int | None, batched: bool, drop_remainder: bool) -> BatchSource | None:
+def make_batch_source(
+    x: Any, batch_size: int | None, batched: bool, drop_remainder: bool, workers: WorkerSettings | None
+) -> BatchSource | None:
     """The batch source for `x`, or None if `x` is arrays.
 
     Args:
@@ -243,13 +348,12 @@ def make_batch_source(x: Any, batch_size: int | None, batched: bool, drop_remain
         batch_size: Global batch size, or None to keep the sizes of `x`.
         batched: False if `x` gives single samples.
         drop_remainder: Whether to leave out a last batch smaller than `batch_size`.
+        workers: How to make batches in processes; None for this one.
     """
-    source = _source_of(x)
-    if source is None:
-        if not _is_map(x):
-            return None
-        return MapSource(x, batch_size or DEFAULT_BATCH_SIZE, drop_remainder)
-    if batched and batch_size is None:
+    if _is_map(x) and not isinstance(x, (tf.keras.utils.Sequence, tf.data.Dataset)):
+        return MapSource(x, batch_size or DEFAULT_BATCH_SIZE, drop_remainder, workers)
+    source = _source_of(x, workers)
+    if source is None or (batched and batch_size is None):
         return source
     return Regrouped(source, batch_size or DEFAULT_BATCH_SIZE, batched, drop_remainder)
 
@@ -263,9 +367,20 @@ def _is_data(x: Any) -> bool:
     return is_structure or hasattr(x, "shape") or hasattr(x, "__array__") or hasattr(x, "tocsr")
 
 
-def _source_of(x: Any) -> BatchSource | None:
+def _source_of(x: Any, workers: WorkerSettings | None) -> BatchSource | None:
     if isinstance(x, tf.keras.utils.Sequence):
-        return SequenceSource(x)
+        return SequenceSource(x, workers)
+    if _is_data(x):
+        return None
+    is_other = isinstance(x, (tf.data.Dataset, queue.Queue)) or hasattr(x, "__next__")
+    if callable(x) and not is_other:
+        return GeneratorSource(x, workers=workers)
+    if workers is not None:
+        raise SourceError(
+            f"workers={workers.num_workers} needs a source that other processes can run: a generator function, a "
+            f"keras.utils.Sequence, or an object that gives samples by number. Received a {type(x).__name__}. "
+            "Leave workers out."
+        )
     if isinstance(x, tf.data.Dataset):
         cardinality = int(x.cardinality())
         return GeneratorSource(x.as_numpy_iterator, cardinality if cardinality >= 0 else None)
@@ -273,9 +388,7 @@ def _source_of(x: Any) -> BatchSource | None:
         return QueueSource(x)
     if hasattr(x, "__next__"):
         return IteratorSource(x)
-    if callable(x) and not _is_data(x) and not _is_map(x):
-        return GeneratorSource(x)
-    if hasattr(x, "__iter__") and not _is_data(x) and not _is_map(x):
+    if hasattr(x, "__iter__"):
         return GeneratorSource(x.__iter__, len(x) if hasattr(x, "__len__") else None)
     return None
 
@@ -285,9 +398,11 @@ class BatchCaster:
 
     Args:
         element_spec: The type of a batch, or None to learn it.
+        keeps_memory: True if aligned arrays need no copy, because they are nobody else's.
     """
 
-    def __init__(self, element_spec: Any = None) -> None:
+    def __init__(self, element_spec: Any, keeps_memory: bool) -> None:
+        self._keeps_memory = keeps_memory
         self.element_spec = None if element_spec is None else as_batch_structure(element_spec)
         self._pools: list[BufferPool] = []
 
@@ -346,9 +461,15 @@ class BatchCaster:
             )
         if strings:
             return encode_strings(array)
+        if self._keeps_memory and array.dtype == spec.dtype.as_numpy_dtype and array.flags.c_contiguous:
+            return array
         out = pool.empty(array.shape, spec.dtype.as_numpy_dtype)
         np.copyto(out, array, casting="same_kind")
         return out
+
+
+def _num_batches(num_samples: int, batch_size: int, drop_remainder: bool) -> int:
+    return num_samples // batch_size if drop_remainder else -(-num_samples // batch_size)
 
 
 def _spec_of(array: np.ndarray) -> tf.TensorSpec:

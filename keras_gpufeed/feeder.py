@@ -7,6 +7,7 @@ Leaves: how Keras is entered (keras_entry), everything upstream.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import weakref
@@ -17,12 +18,14 @@ import tensorflow as tf
 
 from . import internals
 from . import strategy as strategies
-from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, make_batch_source
+from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, WorkerSettings, make_batch_source
 from .errors import SourceError
 from .pipeline import Pipeline
 from .plan import BatchPlan, split_batch
 from .sources import ArraySource, SampleRange
 from .streams import BatchStream, SampleStream
+
+_logger = logging.getLogger("keras_gpufeed")
 
 
 class DistributedFeeder:
@@ -55,6 +58,15 @@ class DistributedFeeder:
             where the last one stopped.
         transform: A TensorFlow function applied to each global batch on the host, called as `Dataset.map` calls
             one: with x, y and sample_weight as far as they were given. It keeps the number of samples.
+        workers: Processes that make the batches: of a Sequence, of an object that gives samples by number (each
+            batch made once, in order), or of a generator function that takes `worker_id` and `num_workers` and
+            gives its part; any other generator function runs in one. 0: a thread of this process. NumPy's and
+            Python's random state in a worker depend on (seed, epoch, batch number), for generators on (seed,
+            epoch, worker). The processes live until the feeder is closed or gone.
+        start_method: "spawn" (None) starts new interpreters; "fork" copies this process, which may deadlock
+            beside TensorFlow's threads but knows the classes of a notebook.
+        stall_seconds: A worker that gives nothing for so long is reported by a warning with its traceback.
+        stall_limit_seconds: A worker that gives nothing for so long ends training with `WorkerError`.
         prefetch: Global batches prepared ahead of the step, at least 0.
         element_spec: The type of a batch of a source, as nested `tf.TensorSpec`; None learns it from the first
             two batches, in which an axis that changes may change later on.
@@ -91,9 +103,13 @@ class DistributedFeeder:
         drop_remainder: bool = False,
         steps_per_epoch: int | None = None,
         transform: Callable | None = None,
+        workers: int = 0,
         prefetch: int = 2,
         batched: bool = True,
         element_spec: Any = None,
+        start_method: str | None = None,
+        stall_seconds: float = 60.0,
+        stall_limit_seconds: float | None = None,
     ) -> None:
         if isinstance(x, DistributedFeeder):
             raise SourceError("x is a DistributedFeeder already; pass it to fit as it is.")
@@ -109,8 +125,19 @@ class DistributedFeeder:
             raise SourceError(f"transform must be a function of (x, y). Received a {type(transform).__name__}.")
         self.transform = transform
         _refuse_nested_feeders(x, y, sample_weight)
-        batch_source = make_batch_source(x, batch_size, batched, self.drop_remainder)
+        num_workers = _integer("workers", workers, least=0)
+        if start_method not in (None, "spawn", "fork"):
+            raise SourceError(f'start_method must be "spawn" or "fork". Received {start_method!r}.')
+        settings = WorkerSettings(
+            num_workers, self.seed, self.prefetch, start_method, stall_seconds, stall_limit_seconds
+        )
+        batch_source = make_batch_source(x, batch_size, batched, self.drop_remainder, settings if num_workers else None)
         if batch_source is None:
+            if num_workers:
+                raise SourceError(
+                    f"workers={num_workers} was given with arrays, which need none: batches are gathered from them "
+                    "faster than processes could send them. Leave workers out; use transform= to change batches."
+                )
             if not batched or element_spec is not None:
                 raise SourceError(
                     f"batched and element_spec are for sources of batches. Received a {type(x).__name__}, whose "
@@ -134,7 +161,19 @@ class DistributedFeeder:
     def _setup(self) -> None:
         self.plan(1)  # Refuses what leaves nothing to feed.
         self._pipelines: dict = {}
+        self._has_warned = False
         self._epochs_of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def close(self) -> None:
+        """Ends the worker processes, if there are any. So do the end of a `with` block and of the feeder's life."""
+        if self.is_streaming:
+            self.source.close()
+
+    def __enter__(self) -> DistributedFeeder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def is_streaming(self) -> bool:
@@ -256,6 +295,24 @@ class DistributedFeeder:
         """
         seed = self.seed if shuffle and self.shuffle else None
         return BatchStream(self.source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec)
+
+    def _warn_of_idle_devices(self, num_replicas: int) -> None:
+        """Says once if batches are too small to occupy every replica.
+
+        Args:
+            num_replicas: Replicas in sync.
+        """
+        if self.batch_size is None or num_replicas <= self.batch_size or self._has_warned:
+            return
+        self._has_warned = True
+        _logger.warning(
+            "A global batch of %d sample(s) is smaller than the number of replicas (%d): every replica computes the "
+            "whole batch and only one counts it, so %d device(s) do nothing useful. Use a batch_size of at least %d.",
+            self.batch_size,
+            num_replicas,
+            num_replicas - 1,
+            num_replicas,
+        )
 
     def _epochs_trained(self, model: tf.keras.Model) -> int:
         """Epochs that `fit` has given to `model`; the next `fit` goes on with the orders after them."""

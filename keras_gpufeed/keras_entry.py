@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from . import internals
@@ -114,6 +115,10 @@ def _prepare(model: tf.keras.Model, name: str, arguments: dict) -> None:
     _refuse_misplaced_feeders(name, arguments)
     if name == "fit":
         _prepare_fit(arguments)
+    for argument in ("steps_per_epoch", "validation_steps", "steps"):
+        steps = arguments.get(argument)
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, (int, np.integer))):
+            raise SourceError(f"{argument} must be an integer. Received {steps!r} of type {type(steps).__name__}.")
     feeder = arguments.get("x")
     if not isinstance(feeder, DistributedFeeder):
         return  # Only the validation data is a feeder; it takes whichever strategy the model lives on.
@@ -122,18 +127,12 @@ def _prepare(model: tf.keras.Model, name: str, arguments: dict) -> None:
     strategy = model.distribute_strategy
     strategies.prepare(strategy)
     _check_model(model, name, feeder, strategy)
+    validation = arguments.get("validation_data")
+    if isinstance(validation, DistributedFeeder):
+        _check_model(model, "evaluate", validation, strategy)
     if was_moved and strategy.num_replicas_in_sync > 1:
         _say_what_was_done(feeder, strategy)
-    if feeder.batch_size is not None and strategy.num_replicas_in_sync > feeder.batch_size:
-        _logger.warning(
-            "A global batch of %d sample(s) is smaller than the number of replicas (%d): every replica "
-            "computes the whole batch and only one counts it, so %d device(s) do nothing useful. "
-            "Use a batch_size of at least %d.",
-            feeder.batch_size,
-            strategy.num_replicas_in_sync,
-            strategy.num_replicas_in_sync - 1,
-            strategy.num_replicas_in_sync,
-        )
+    feeder._warn_of_idle_devices(strategy.num_replicas_in_sync)
 
 
 def _refuse_misplaced_feeders(name: str, arguments: dict) -> None:
@@ -220,10 +219,12 @@ def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, st
         )
     if feeder.is_streaming:
         return  # What it gives is known when it has been read.
-    overrides_step = type(model).train_step is not tf.keras.Model.train_step
-    if name == "fit" and model.loss and not overrides_step and len(feeder.source.element_spec) < 2:
+    step = {"fit": "train_step", "evaluate": "test_step"}.get(name, "")
+    is_keras_own = getattr(type(model), step, None) is getattr(tf.keras.Model, step, None)
+    loss = getattr(model, "loss", None)
+    if step and is_keras_own and loss and len(feeder.source.element_spec) < 2:
         raise SourceError(
-            f"The model was compiled with loss={model.loss!r}, which needs targets, but the feeder holds "
+            f"The model was compiled with loss={loss!r}, which needs targets, but the feeder holds "
             "inputs only. Pass y: DistributedFeeder(x, y)."
         )
     _check_inputs(model, feeder, strategy)
@@ -256,6 +257,11 @@ def _check_inputs(model: tf.keras.Model, feeder: DistributedFeeder, strategy: tf
     last_step = feeder.steps_per_pass - 1
     for key, tensor, spec in named:
         declared, fed = tensor.shape[1:], spec.shape[1:]
+        if (tensor.dtype == tf.string) != (spec.dtype == tf.string):
+            raise SourceError(
+                f"Input {key!r} of the model takes {tensor.dtype.name}, but x holds {spec.dtype.name}. "
+                "Convert x, or put a layer such as TextVectorization or StringLookup first in the model."
+            )
         if not _fits(declared, fed):
             raise SourceError(
                 f"Input {key!r} of the model takes samples of shape {tuple(declared)}, but x holds samples of "

@@ -104,14 +104,20 @@ def find_unpicklable(value: Any, path: str) -> tuple[str, Any]:
         >>> find_unpicklable({"a": 1, "b": [2, iter, (x for x in "c")]}, "source")[0]
         "source['b'][2]"
     """
-    seen = {id(value)}
-    deeper: tuple[str, Any] | None = (path, value)
-    while deeper:
-        path, value = deeper
-        parts = ((path + step, part) for step, part in _parts(value) if id(part) not in seen)
-        deeper = next((found for found in parts if not _is_picklable(found[1])), None)
-        seen.add(id(deeper and deeper[1]))
-    return path, value
+    return _search(value, path, set()) or (path, value)
+
+
+def _search(value: Any, path: str, seen: set[int]) -> tuple[str, Any] | None:
+    """The culprit in a value that cannot be pickled; None if there is none but in what has been seen."""
+    seen.add(id(value))
+    is_culprit = True
+    for step, part in _parts(value):
+        if not _is_picklable(part):
+            is_culprit = False
+            found = None if id(part) in seen else _search(part, path + step, seen)
+            if found:
+                return found
+    return (path, value) if is_culprit else None
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

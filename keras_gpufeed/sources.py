@@ -196,7 +196,7 @@ class _ArrayLikeComponent:
 
 
 def _make_component(value: Any, name: str) -> Any:
-    kind = type(value).__module__.partition(".")[0]
+    received, kind = value, type(value).__module__.partition(".")[0]
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(value, "tocsr"):
         raise SourceError(
             f"{name} is a {type(value).__name__}, which cannot be fed. Pass a dense array of equally long "
@@ -210,10 +210,10 @@ def _make_component(value: Any, name: str) -> Any:
         value = np.expand_dims(value.to_numpy(), -1)  # (n, 1), as Keras does.
     if not isinstance(value, np.ndarray):
         if all(hasattr(value, attribute) for attribute in ("shape", "dtype", "__getitem__", "__len__")):
-            _check_array(value, name)
+            _check_array(value, name, value)
             return _ArrayLikeComponent(value)
         value = _to_array(value, name)
-    _check_array(value, name)
+    _check_array(value, name, received)
     if value.dtype.kind in "SUO":
         _check_strings(value, name)
         return _StringComponent(value)
@@ -230,7 +230,7 @@ def _view_of_tensor(tensor: Any) -> np.ndarray:
 
 def _make_frame_component(frame: Any, name: str) -> Any:
     first = frame.iloc[:1].to_numpy()  # What the columns have in common; the whole might be a copy.
-    _check_array(first, name)
+    _check_array(first, name, frame)
     if first.dtype.kind in "SUO":
         array = frame.to_numpy()
         _check_strings(array, name)
@@ -252,10 +252,13 @@ def _to_array(value: Any, name: str) -> np.ndarray:
         ) from None
 
 
-def _check_array(array: Any, name: str) -> None:
+def _check_array(array: Any, name: str, received: Any) -> None:
     if len(array.shape) == 0:
-        raise SourceError(f"{name} has no axis of samples: its shape is (). Pass an array of shape (num_samples, ...).")
-    if np.dtype(array.dtype).kind not in "biufcSUO" and tf.as_dtype(array.dtype) != tf.bfloat16:
+        raise SourceError(
+            f"{name} has no axis of samples: it is a {type(received).__name__} of shape () and dtype {array.dtype}. "
+            "Pass an array of shape (num_samples, ...)."
+        )
+    if np.dtype(array.dtype).kind not in "biufcSUO" and array.dtype != tf.bfloat16.as_numpy_dtype:
         raise SourceError(
             f"{name} has dtype {array.dtype}, which cannot be fed. Convert it to numbers or strings first."
         )
@@ -307,11 +310,11 @@ def _to_structure(value: Any, name: str) -> Any:
     """Lists become tuples, as tf.data has no lists; lists of numbers become arrays."""
     if isinstance(value, list) and _is_numbers(value):
         return _to_array(value, name)
+    if isinstance(value, (dict, list, tuple)) and not value:
+        raise SourceError(f"{name} is an empty {type(value).__name__}; it must hold at least one array.")
     if isinstance(value, dict):
         return type(value)((key, _to_structure(item, f"{name}[{key!r}]")) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        if not value:
-            raise SourceError(f"{name} is an empty {type(value).__name__}; it must hold at least one array.")
         return tuple(_to_structure(item, f"{name}[{place}]") for place, item in enumerate(value))
     return value
 

@@ -77,7 +77,7 @@ def use_virtual_devices_of_environment() -> None:
     """Obeys the environment variable `KERAS_GPUFEED_VIRTUAL_DEVICES`, if it is set."""
     number = os.environ.get(_VIRTUAL_DEVICES_VARIABLE)
     if number:
-        if not number.isdigit():
+        if not number.isdigit() or int(number) < 1:
             raise StrategyError(
                 f"The environment variable {_VIRTUAL_DEVICES_VARIABLE} must be a positive integer. Received {number!r}."
             )
@@ -117,16 +117,19 @@ def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy
         if len(visible) == 1:
             return tf.distribute.get_strategy()
         return _make_strategy(tuple(device.name for device in visible))
-    if isinstance(devices, str) or not devices:
-        raise StrategyError(f'Devices must be a list of names such as ["GPU:0", "GPU:1"]. Received {devices!r}.')
+    is_list = isinstance(devices, (list, tuple)) and all(isinstance(device, str) for device in devices)
+    if not is_list or not devices:
+        raise StrategyError(
+            'Devices must be a list of names such as ["GPU:0", "GPU:1"], or ["CPU:0"] for the CPU alone. '
+            f"Received {devices!r}."
+        )
     known = {_short_name(device.name): device.name for device in tf.config.list_logical_devices()}
-    for device in devices:
-        if _short_name(device) not in known:
-            raise StrategyError(
-                f"There is no device {device!r}. TensorFlow sees {', '.join(sorted(known))}. "
-                "Check the number, CUDA_VISIBLE_DEVICES and the driver."
-            )
-    names = tuple(known[_short_name(device)] for device in devices)
+    names = tuple(known.get(_short_name(device), "") for device in devices)
+    if "" in names:
+        raise StrategyError(
+            f"There is no device {devices[names.index('')]!r}. TensorFlow sees {', '.join(sorted(known))}. "
+            "Check the number, CUDA_VISIBLE_DEVICES and the driver."
+        )
     if len(set(names)) < len(names):
         raise StrategyError(f"Each device may be named once. Received {list(devices)}.")
     return _make_strategy(names)
@@ -182,5 +185,8 @@ def short_device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
 
 
 def _short_name(device: str) -> str:
-    specification = tf.DeviceSpec.from_string(device if device.startswith("/") else f"/device:{device}")
+    try:
+        specification = tf.DeviceSpec.from_string(device if device.startswith("/") else f"/device:{device}")
+    except ValueError:  # No name of a device; none is known by it.
+        return device
     return f"{specification.device_type}:{specification.device_index or 0}"

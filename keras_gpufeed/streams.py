@@ -1,6 +1,6 @@
 """Runs through the data, step by step, as the pipeline asks for them.
 
-Flow:   ... -> batch_sources -> workers -> [streams] -> pipeline -> ...
+Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
@@ -123,7 +123,7 @@ class BatchStream:
         self._limit: int | None = None
         if steps_per_epoch is not None:
             self._limit = (epochs[1] - epochs[0]) * steps_per_epoch - start
-        self._caster = BatchCaster(element_spec)
+        self._caster = BatchCaster(element_spec, source.lends_memory)
         self._capacity = max(prefetch, 1)
         self._first: list = []  # Batches from which the type of all is learned.
         self._waiting: collections.deque = collections.deque()

@@ -331,8 +331,7 @@ class _Run:
 def _take_turns(epoch: int, streaming: list[int]) -> Iterator[_Request]:
     while streaming:
         for worker_id in tuple(streaming):
-            if worker_id in streaming:
-                yield epoch, None, worker_id
+            yield epoch, None, worker_id
 
 
 def _raise(error: Exception) -> NoReturn:
