@@ -352,10 +352,21 @@ def make_batch_source(
     """
     if _is_map(x) and not isinstance(x, (tf.keras.utils.Sequence, tf.data.Dataset)):
         return MapSource(x, batch_size or DEFAULT_BATCH_SIZE, drop_remainder, workers)
+    if isinstance(x, tf.distribute.DistributedDataset):
+        raise SourceError(
+            "x is a DistributedDataset, which is split over replicas already. Pass the data set that it was made from."
+        )
     source = _source_of(x, workers)
     if source is None or (batched and batch_size is None):
         return source
     return Regrouped(source, batch_size or DEFAULT_BATCH_SIZE, batched, drop_remainder)
+
+
+def is_batch_source(x: Any) -> bool:
+    """True if `x` is no array, but something that gives batches or samples."""
+    if isinstance(x, tf.distribute.DistributedDataset) or x is None or _is_data(x):
+        return False
+    return isinstance(x, queue.Queue) or callable(x) or hasattr(x, "__next__") or hasattr(x, "__iter__") or _is_map(x)
 
 
 def _is_map(x: Any) -> bool:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from . import internals
 from . import strategy as strategies
+from .batch_sources import is_batch_source
 from .errors import SourceError, StrategyError
 from .feeder import DistributedFeeder
 from .pipeline import Pipeline
@@ -165,38 +166,53 @@ def _refuse_misplaced_feeders(name: str, arguments: dict) -> None:
 def _prepare_fit(arguments: dict) -> None:
     x, validation = arguments.get("x"), arguments.get("validation_data")
     if not isinstance(x, DistributedFeeder):
-        if not internals.keras_would_take(x, arguments.get("y")):
-            return
         # Stock Keras would train inexactly on the strategy that the validation feeder may live on.
-        x = feeder_of_arrays(arguments)
+        x = feeder_of(arguments)
+        if x is None:
+            return
+    arguments["x"] = x
     split = arguments.pop("validation_split", 0.0)
     if split and validation is None:
         x, validation = x.validation_split(split)
-    arguments["x"] = x
-    if isinstance(validation, (tuple, list)):
-        if len(validation) == 1 or not _holds_feeder(validation):
-            inputs, targets, weights = internals.unpack_x_y_sample_weight(tuple(validation))
-        else:
-            raise SourceError(
-                f"validation_data is a {type(validation).__name__} that holds a DistributedFeeder. Pass the "
-                "feeder itself: validation_data=DistributedFeeder(x, y)."
-            )
-        validation = inputs
-        if internals.keras_would_take(inputs, targets):
-            size = arguments.pop("validation_batch_size", None) or x.batch_size
-            validation = DistributedFeeder(inputs, targets, weights, batch_size=size)
+        arguments["x"] = x
     if validation is not None:
-        arguments["validation_data"] = validation
+        arguments["validation_data"] = _validation_feeder(validation, x, arguments)
 
 
-def feeder_of_arrays(arguments: dict) -> DistributedFeeder:
+def _validation_feeder(validation: Any, x: DistributedFeeder, arguments: dict) -> Any:
+    if isinstance(validation, (tuple, list)):
+        if _holds_feeder(validation):
+            if len(validation) > 1:
+                raise SourceError(
+                    f"validation_data is a {type(validation).__name__} that holds a DistributedFeeder. Pass the "
+                    "feeder itself: validation_data=DistributedFeeder(x, y)."
+                )
+            return validation[0]
+        inputs, targets, weights = internals.unpack_x_y_sample_weight(tuple(validation))
+    else:
+        inputs, targets, weights = validation, None, None
+    batch_size = arguments.pop("validation_batch_size", None) or x.batch_size
+    named = {"x": inputs, "y": targets, "sample_weight": weights, "batch_size": batch_size}
+    return feeder_of(named) or validation
+
+
+def feeder_of(arguments: dict) -> DistributedFeeder | None:
     """Moves the data out of the arguments of `fit`, `evaluate` or `predict` into a feeder.
 
     Args:
         arguments: The call's arguments by name; those that the feeder takes over are removed.
+
+    Returns:
+        The feeder: `x` itself if it is one, None for data that is distributed already.
     """
-    x, y = arguments.pop("x"), arguments.pop("y", None)
-    weights, batch_size = arguments.pop("sample_weight", None), arguments.pop("batch_size", None)
+    x, y = arguments.get("x"), arguments.get("y")
+    if isinstance(x, DistributedFeeder):
+        return x
+    is_array = internals.keras_would_take(x, y)
+    if not is_array and not is_batch_source(x):
+        return None
+    data = {name: arguments.pop(name, None) for name in ("x", "y", "sample_weight")}
+    batch_size = arguments.pop("batch_size", None)
     steps = arguments.get("steps_per_epoch") or arguments.get("steps")
     shuffle = arguments.pop("shuffle", True)
     if isinstance(shuffle, str):
@@ -204,10 +220,15 @@ def feeder_of_arrays(arguments: dict) -> DistributedFeeder:
             f"shuffle={shuffle!r} keeps samples of a batch together, for HDF5; a feeder reads HDF5 sample by "
             "sample at no such cost. Use shuffle=True."
         )
-    feeder = DistributedFeeder(x, y, weights, batch_size=batch_size, shuffle=bool(shuffle))
-    if batch_size is None and steps:  # As Keras does: then steps alone fix the size of a batch.
-        feeder = DistributedFeeder(x, y, weights, batch_size=-(-feeder.num_samples // steps), shuffle=bool(shuffle))
-    return feeder
+    if is_array and batch_size is None and steps:  # As Keras does: then steps alone fix the size of a batch.
+        batch_size = -(-DistributedFeeder(**data).num_samples // steps)
+    workers = arguments.get("workers", 1) if arguments.get("use_multiprocessing") else 0
+    return DistributedFeeder(
+        **data,
+        batch_size=batch_size if is_array else None,  # Sources of batches keep theirs, as in Keras.
+        shuffle=bool(shuffle),
+        workers=0 if is_array else workers,
+    )
 
 
 def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, strategy: tf.distribute.Strategy) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import tensorflow as tf
 
 from . import internals
-from .keras_entry import feeder_of_arrays
-from .promotion import distribute
+from .keras_entry import feeder_of
 
 
 class Model(tf.keras.Model):
     """`keras.Model`, functional or subclassed, on every visible device.
 
-    Arrays given to `fit`, `evaluate` and `predict` go through a `DistributedFeeder`; all arguments keep their
-    meaning. `compile` moves the model onto the devices, unless it was made under a strategy of the user's.
+    Arrays, generators and other sources given to `fit`, `evaluate` and `predict` go through a `DistributedFeeder`;
+    all arguments keep their meaning. The first such call moves the model onto the devices, unless it was made
+    under a strategy of the user's.
 
     It is made as `keras.Model` is: with `inputs` and `outputs`, or by a subclass with layers of its own.
 
@@ -43,11 +43,6 @@ class Model(tf.keras.Model):
             return super().__new__(_Functional, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `keras.Model.compile`; then the model lives on every visible device."""
-        super().compile(*args, **kwargs)
-        distribute(self)
-
     def fit(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As `keras.Model.fit`."""
         return _feed(super().fit, x, y, args, kwargs)
@@ -64,8 +59,9 @@ class Model(tf.keras.Model):
 def _feed(method: Any, x: Any, y: Any, args: tuple, kwargs: dict) -> Any:
     names = internals.argument_names(method)
     arguments = dict(zip(names, (x, y, *args) if "y" in names else (x, *args)), **kwargs)
-    if internals.keras_would_take(x, y):
-        arguments["x"] = feeder_of_arrays(arguments)
+    feeder = feeder_of(arguments)
+    if feeder is not None:
+        arguments["x"] = feeder
     return method(**arguments)
 
 

@@ -255,7 +255,7 @@ def _to_array(value: Any, name: str) -> np.ndarray:
 def _check_array(array: Any, name: str, received: Any) -> None:
     if len(array.shape) == 0:
         raise SourceError(
-            f"{name} has no axis of samples: it is a {type(received).__name__} of shape () and dtype {array.dtype}. "
+            f"{name} has no axis of samples: its shape is (), and it is a {type(received).__name__}. "
             "Pass an array of shape (num_samples, ...)."
         )
     if np.dtype(array.dtype).kind not in "biufcSUO" and array.dtype != tf.bfloat16.as_numpy_dtype:

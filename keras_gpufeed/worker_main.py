@@ -8,7 +8,9 @@ Messages from the parent, obeyed in the order in which they were sent:
     (Settings, preparation)     only to a new interpreter, once
     (pickle_bytes, main)        the source for all that follows; the descriptor of its memory comes next
     (number, run, epoch, index, released)
-                                one task; where index is None, the next item of this worker's iterator
+                                one task; where index is None, the next item of this worker's iterator.
+                                The slots that it releases may be used at once, and it is skipped as soon as
+                                a task of a later run is there
     None                        the end
 Messages to the parent: None once, when ready, then one for each task in the same order:
     (number, "item", slot, pickle_bytes, is_new, dropped)
@@ -188,13 +190,13 @@ class _Worker:
                     message = (*message, reduction.recv_handle(self._messages))
                 else:
                     newest_run = message[1]
+                    self._slots.recycle(message[4])
                 inbox.append(message)
             message = inbox.popleft()
             if len(message) == 3:
                 self._take_source(*message)
             else:
-                number, run, epoch, index, released = message
-                self._slots.recycle(released)
+                number, run, epoch, index, _ = message
                 # Nobody waits for the rest of an older run.
                 answer = ("skipped",) if run < newest_run else self._answer(run, epoch, index)
                 self._send(number, *answer)
