@@ -18,13 +18,20 @@ import sys
 import threading
 import time
 from multiprocessing import connection, popen_fork, process, reduction
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable
 
 from .errors import SourceError
 from .packing import unpack
 from .ring import SlotReader
 from .shipping import ShippedSource, headline
-from .worker_main import GRACE_SECONDS, Settings, process_descriptor, run_worker, start_command
+from .worker_main import (
+    GRACE_SECONDS,
+    Settings,
+    flush_output,
+    process_descriptor,
+    run_worker,
+    start_command,
+)
 
 _WORKER_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}  # GPUs are for the process that trains.
 _STACK_SECONDS = 0.5  # How long a worker may take to tell where it stands.
@@ -40,7 +47,7 @@ class Task:
         index: The index; None for the next item of the worker's iterator.
         worker_id: Who computes it.
         source: With what.
-        answer: None at first; then a function that returns the item or raises, or `end_of_iterator`.
+        answer: None at first; then a function that returns the item or a `Failure`, or `end_of_iterator`.
         num_deaths: Workers that died at it.
     """
 
@@ -55,10 +62,23 @@ class Task:
     def take(self) -> Any:
         """The item; raises if computing it has failed."""
         answer, self.answer = self.answer, None
-        return answer() if answer else None
+        item = answer() if answer else None
+        if isinstance(item, Failure):
+            try:
+                raise item.error
+            finally:
+                del answer, item  # An error that its own traceback leads to would keep the pool alive.
+        return item
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, " + ("its iterator" if self.index is None else f"index {self.index}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What stands in the place of an item that could not be computed."""
+
+    error: Exception
 
 
 def end_of_iterator() -> None:
@@ -81,6 +101,7 @@ class Worker:
         ended: A descriptor that is readable when the process has ended, or None.
         tasks: What it has been given and has not answered, by number; it is at the first.
         heard_at: When it last sent something, or was started.
+        last_run: The pass to which its last answer belongs.
     """
 
     def __init__(
@@ -93,6 +114,7 @@ class Worker:
         self.worker_id = settings.worker_id
         self.tasks: dict[int, Task] = {}
         self.heard_at = time.monotonic()
+        self.last_run = 0
         self.connection, theirs = connection.Pipe()
         self._stacks, their_stacks = os.pipe()
         self._slots = SlotReader()
@@ -173,10 +195,12 @@ class Worker:
             answer: Callable[[], Any] = functools.partial(unpack, self._slots.lease(slot), pickle_bytes)
         elif kind == "failed":
             where = f"worker {self.worker_id} (process {self.pid}), {self.tasks[number]}"
-            answer = functools.partial(_raise_failure, where, *content)
+            answer = functools.partial(_rebuild, where, *content)
         else:  # "end", or "skipped", which nobody asks for.
             answer = end_of_iterator
-        self.tasks.pop(number).answer = answer
+        task = self.tasks.pop(number)
+        task.answer = answer
+        self.last_run = task.run
 
     def stack(self) -> str:
         """Where its Python stands, as far as it tells."""
@@ -246,9 +270,7 @@ class _Forked:
     def _bootstrap(self, parent_sentinel: int) -> int:
         os.setsid()
         self._work()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+        flush_output()
         return 0
 
 
@@ -259,19 +281,21 @@ class _WorkerTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-def _raise_failure(where: str, pickled: bytes | None, title: str, text: str) -> NoReturn:
+def _rebuild(where: str, pickled: bytes | None, title: str, text: str) -> Failure:
+    """Makes again what the source raised in a worker, or tells of it."""
     error: Any = None
     if pickled is not None:
         try:
             error = pickle.loads(pickled)
         except Exception:
             error = None  # Such as one whose __init__ takes other arguments than its `args`.
-    if not isinstance(error, BaseException) or headline(error) != title:
+    if not isinstance(error, Exception) or headline(error) != title:
         error = SourceError(
             f"The source raised {title}. The exception itself cannot be passed on between processes; "
             "its traceback is above."
         )
-    raise error from _WorkerTraceback(f"In {where}:\n{text}")
+    error.__cause__ = _WorkerTraceback(f"In {where}:\n{text}")
+    return Failure(error)
 
 
 class Crew:

@@ -128,8 +128,9 @@ class BatchStream:
         self._first: list = []  # Batches from which the type of all is learned.
         self._waiting: collections.deque = collections.deque()
         self._changed = threading.Condition()
-        self._num_read = 0  # Batches that the source has given.
-        self._pass_ends: list[int] = []  # `_num_read` at the end of each pass.
+        self._num_given = 0  # Batches that the source has given,
+        self._num_queued = 0  # and those of them that were good.
+        self._pass_ends: list[int] = []  # `_num_queued` at the end of each pass.
         self._epochs_allowed = 1
         self._ended = self._closed = False
         self._thread = threading.Thread(target=self._run, name="keras_gpufeed reader", daemon=True)
@@ -172,10 +173,10 @@ class BatchStream:
         def end_of_epoch() -> int | None:
             if self._steps_per_epoch is None and len(self._pass_ends) > epoch:
                 return self._pass_ends[epoch]
-            return self._num_read if self._ended else None
+            return self._num_queued if self._ended else None
 
         def is_known() -> bool:
-            return self._num_read >= done + wanted or end_of_epoch() is not None or self._closed
+            return self._num_queued >= done + wanted or end_of_epoch() is not None or self._closed
 
         with self._changed:
             self._changed.wait_for(is_known)
@@ -188,6 +189,12 @@ class BatchStream:
 
     def allow_next_epoch(self) -> None:
         """Says that an epoch has been trained."""
+        if self._steps_per_epoch is None and self._source.num_batches is not None:
+            with self._changed:  # The source may yet give more than its length.
+                done = self._epochs_allowed
+                self._changed.wait_for(lambda: len(self._pass_ends) >= done or self._ended or self._closed)
+                if self.failure is not None and not self._waiting and len(self._pass_ends) < done:
+                    self.failure.raise_again()
         self._source.on_epoch_end()
         with self._changed:
             self._epochs_allowed += 1
@@ -223,7 +230,7 @@ class BatchStream:
             # Passes do not line up with epochs: find the one in which the first step lies.
             epoch, start = divmod(epoch * self._steps_per_epoch + start, self._source.num_batches)
         while self._wants_pass(epoch):
-            num_before = self._num_read
+            num_before = self._num_given
             batches = self._source.batches(epoch, self._seed, start)
             try:
                 for batch in batches:
@@ -235,19 +242,19 @@ class BatchStream:
             if not self._source.can_repeat:
                 return
             self._settle_type()
-            if self._num_read == num_before:
+            if self._num_given == num_before:
                 raise SourceError(
                     f"The source gave no batch in epoch {epoch}. A generator function must return a fresh "
                     "iterator at each call."
                 )
             with self._changed:
-                self._pass_ends.append(self._num_read)
+                self._pass_ends.append(self._num_queued)
                 self._changed.notify_all()
             epoch, start = epoch + 1, 0
 
     def _wants_pass(self, epoch: int) -> bool:
         if self._limit is not None:
-            return not self._closed and self._num_read < self._limit
+            return not self._closed and self._num_given < self._limit
         with self._changed:
             self._changed.wait_for(lambda: self._may_read(epoch - self._epochs[0]) or self._closed)
         return epoch < self._epochs[1] and not self._closed
@@ -263,16 +270,16 @@ class BatchStream:
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
-            self._queue(self._caster.cast(batch, self._num_read))
+            self._queue(self._caster.cast(batch, self._num_given))
+        self._num_given += 1
+        if self._limit is None:
+            return not self._closed
+        epoch = (self._num_given + self._start) // self._steps_per_epoch
+        if not self._may_read(epoch):
+            self._settle_type()  # The epoch must not wait for a batch of the next one.
         with self._changed:
-            self._num_read += 1
-            self._changed.notify_all()
-            if self._limit is None:
-                return not self._closed
-            self._changed.wait_for(
-                lambda: self._may_read((self._num_read + self._start) // self._steps_per_epoch) or self._closed
-            )
-            return self._num_read < self._limit and not self._closed
+            self._changed.wait_for(lambda: self._may_read(epoch) or self._closed)
+        return self._num_given < self._limit and not self._closed
 
     def _settle_type(self) -> None:
         """Learns the type from the batches that were held back, and queues them."""
@@ -285,5 +292,6 @@ class BatchStream:
     def _queue(self, batch: list[np.ndarray]) -> None:
         with self._changed:
             self._waiting.append(batch)
+            self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)

@@ -11,7 +11,7 @@ Messages from the parent, obeyed in the order in which they were sent:
                                 one task; where index is None, the next item of this worker's iterator.
                                 The slots that it releases may be used at once, and it is skipped as soon as
                                 a task of a later run is there
-    None                        the end
+    None                        the end, at once
 Messages to the parent: None once, when ready, then one for each task in the same order:
     (number, "item", slot, pickle_bytes, is_new, dropped)
                                 if is_new, the descriptor of the slot's memory comes next
@@ -21,6 +21,7 @@ Messages to the parent: None once, when ready, then one for each task in the sam
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import faulthandler
@@ -121,6 +122,9 @@ def run_interpreter(connection: int, stacks: int, parent: int) -> None:
         return  # The parent is gone.
     spawn.prepare(preparation)
     run_worker(settings, messages, stacks, parent)
+    atexit._run_exitfuncs()
+    flush_output()
+    os._exit(0)  # An interpreter with TensorFlow in it takes about a second to tear itself down.
 
 
 def run_worker(settings: Settings, messages: Connection, stacks: int, parent: int) -> None:
@@ -140,6 +144,13 @@ def run_worker(settings: Settings, messages: Connection, stacks: int, parent: in
         _Worker(settings, messages).serve()
     except (EOFError, OSError):
         pass  # The parent is gone.
+
+
+def flush_output() -> None:
+    """Writes what is still in the buffers of the standard streams."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _leave_with_parent(connection: int, parent: int) -> None:
@@ -242,7 +253,6 @@ class _Worker:
             _seed_random(settings.seed, epoch, index)
             return self._source(epoch, index)
         if run != self._iterator_run:
-            self._iterator = None  # Lets a generator run its `finally` before the next one starts.
             _seed_random(settings.seed, epoch, settings.worker_id)
             self._iterator = iter(self._source(epoch, settings.worker_id, settings.num_workers))
             self._iterator_run = run

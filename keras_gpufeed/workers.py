@@ -20,10 +20,10 @@ import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from multiprocessing import process
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, Optional
 
 from .errors import SourceError, WorkerError
-from .processes import Crew, Task, Worker, end_of_iterator
+from .processes import Crew, Failure, Task, Worker, end_of_iterator
 from .shipping import ShippedSource
 from .worker_main import GRACE_SECONDS, Settings
 
@@ -154,7 +154,7 @@ class WorkerPool:
         Raises:
             Exception: As for `map`.
             SourceError: As for `map`.
-            WorkerError: If a worker died, a wait took too long, or the pool is closed.
+            WorkerError: If a worker died after its first item, a wait took too long, or the pool is closed.
         """
         streaming = list(range(self._num_workers))
         return self._pass(_take_turns(epoch, streaming), streaming)
@@ -257,12 +257,12 @@ class WorkerPool:
         was_at = next(iter(worker.tasks.values()), None)
         message = f"Worker {worker.worker_id} (process {worker.pid}) died at {was_at or 'no task'}: {reason}"
         wanted = [task for task in worker.tasks.values() if task in self._run.tasks]
-        if self._run.is_streaming(worker.worker_id):
+        if self._run.is_streaming(worker.worker_id) and worker.last_run == self._run.number:
             error = WorkerError(
                 f"{message} A generator cannot be replayed, so the epoch cannot go on. "
                 "A source that is read by index, such as a keras.utils.Sequence, can."
             )
-            answer = self._run.lost[worker.worker_id] = functools.partial(_raise, error)
+            answer = self._run.lost[worker.worker_id] = functools.partial(Failure, error)
             for task in wanted:
                 task.answer = answer
             wanted = []
@@ -270,7 +270,7 @@ class WorkerPool:
             was_at.num_deaths += 1
             if was_at.num_deaths == _MAX_DEATHS:
                 error = WorkerError(f"{message} It is the third to die there, so no other tries it again.")
-                was_at.answer = functools.partial(_raise, error)
+                was_at.answer = functools.partial(Failure, error)
                 wanted = []  # Those after it are never asked for.
         _LOGGER.warning("%s A new worker takes its place.", message)
         self._hire(worker.worker_id, wanted[0].source if wanted else self._source)
@@ -309,7 +309,7 @@ class _Run:
         self.requests: Iterator[_Request] | None = requests  # None when it has ended.
         self.error: Exception | None = None  # How it ended, if not well.
         self.tasks: collections.deque[Task] = collections.deque()  # Dealt and not taken yet, in order.
-        self.lost: dict[int, Callable[[], NoReturn]] = {}  # The answer of workers that died with an iterator.
+        self.lost: dict[int, Callable[[], Failure]] = {}  # The answer of workers that died with an iterator.
         self._streaming = streaming  # Workers whose iterators have not ended; None in `map`.
 
     def clear(self) -> None:
@@ -332,10 +332,6 @@ def _take_turns(epoch: int, streaming: list[int]) -> Iterator[_Request]:
     while streaming:
         for worker_id in tuple(streaming):
             yield epoch, None, worker_id
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _death_reason(exit_code: int) -> str:
