@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _internals.keep_autograph_out()
+_internals.give_conversions()
 _exact.install()
 _keras_entry.install()
 _strategy.use_virtual_devices_of_environment()

@@ -11,6 +11,7 @@ from batch `start` on. With workers, it makes the batches in processes; the numb
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import queue
@@ -103,6 +104,10 @@ class BatchSource:
 
     def on_epoch_end(self) -> None:
         """Told when an epoch has been trained."""
+
+    def keeping_remainder(self) -> BatchSource:
+        """The source for evaluation and prediction, which leave out nothing."""
+        return self
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -241,6 +246,10 @@ class Regrouped(BatchSource):
         self._batched, self._drop_remainder = batched, drop_remainder
         self.can_repeat, self.waits_for_epoch_end = source.can_repeat, source.waits_for_epoch_end
 
+    def keeping_remainder(self) -> BatchSource:
+        """The same without `drop_remainder`."""
+        return Regrouped(self._source, self._batch_size, self._batched, drop_remainder=False)
+
     @property
     def num_batches(self) -> int | None:  # type: ignore[override]
         """Known only if single samples are counted."""
@@ -311,6 +320,12 @@ class MapSource(BatchSource):
     def lends_memory(self) -> bool:
         """True with workers."""
         return self._workers is not None
+
+    def keeping_remainder(self) -> BatchSource:
+        """The same without `drop_remainder`, with the same workers."""
+        source = copy.copy(self)
+        source._drop_remainder = False
+        return source
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -188,12 +188,13 @@ class DistributedFeeder:
     @property
     def num_steps(self) -> Any:
         """Number of steps in one epoch of `fit`; None if the source does not say."""
-        return self.steps_per_epoch or self.steps_per_pass
+        return self.steps_per_epoch or self._steps_per_pass(training=True)
 
-    @property
-    def steps_per_pass(self) -> Any:
+    def _steps_per_pass(self, training: bool) -> Any:
         """Number of steps in one pass over the data; None if the source does not say."""
-        return self.source.num_batches if self.is_streaming else self.plan(1).steps
+        if self.is_streaming:
+            return (self.source if training else self.source.keeping_remainder()).num_batches
+        return self._plan_for(1, training and self.drop_remainder).steps
 
     def __len__(self) -> int:
         """Steps in one epoch of `fit`."""
@@ -283,18 +284,20 @@ class DistributedFeeder:
         return SampleStream(self.source, pipeline.plan, seed, first_step, num_steps)
 
     def _batch_stream(
-        self, shuffle: bool, epochs: tuple[int, int], start: int, steps_per_epoch: int | None
+        self, training: bool, shuffle: bool, epochs: tuple[int, int], start: int, steps_per_epoch: int | None
     ) -> BatchStream:
         """One run through a source of batches.
 
         Args:
-            shuffle: True for `fit`.
+            training: True for `fit`; only there does `drop_remainder` count.
+            shuffle: True for `fit` unless it was told not to.
             epochs: First epoch and the one to stop before.
             start: Steps of the first epoch to leave out.
             steps_per_epoch: Steps of an epoch, if not one pass.
         """
         seed = self.seed if shuffle and self.shuffle else None
-        return BatchStream(self.source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec)
+        source = self.source if training else self.source.keeping_remainder()
+        return BatchStream(source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec)
 
     def _warn_of_idle_devices(self, num_replicas: int) -> None:
         """Says once if batches are too small to occupy every replica.

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable, cast
 
+import numpy as np
 import tensorflow as tf
 from keras.src.engine import data_adapter, functional, keras_tensor, node, training
 from keras.src.losses import Loss
@@ -329,6 +330,16 @@ def is_recording(tape: tf.GradientTape) -> bool:
 def is_distributed(variable: tf.Variable) -> bool:
     """True if the variable has a component on each replica."""
     return isinstance(variable, values.DistributedVariable)
+
+
+def give_conversions() -> None:
+    """Lets a distributed variable be an int, a float or an array where a plain one can.
+
+    TensorFlow leaves these out, so `int(model.optimizer.iterations)` in a callback would break by moving a model.
+    """
+    values.DistributedVariable.__int__ = lambda variable: int(variable.numpy())
+    values.DistributedVariable.__float__ = lambda variable: float(variable.numpy())
+    values.DistributedVariable.__array__ = lambda variable, dtype=None: np.asarray(variable.numpy(), dtype)
 
 
 def unwrap_autocast(variable: tf.Variable) -> tf.Variable:

@@ -275,7 +275,7 @@ def _check_inputs(model: tf.keras.Model, feeder: DistributedFeeder, strategy: tf
         named = [(tensor.name, tensor, spec) for tensor, spec in zip(inputs, flat)]
     num_replicas = strategy.num_replicas_in_sync
     plan = feeder.plan(num_replicas)
-    last_step = feeder.steps_per_pass - 1
+    last_step = feeder._steps_per_pass(training=True) - 1
     for key, tensor, spec in named:
         declared, fed = tensor.shape[1:], spec.shape[1:]
         if (tensor.dtype == tf.string) != (spec.dtype == tf.string):
@@ -357,7 +357,7 @@ class FeedAdapter(internals.DataAdapter):
         self.pipeline = x._pipeline_on(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
         )
-        self._own_steps = x.num_steps if self._training else x.steps_per_pass
+        self._own_steps = x.num_steps if self._training else x._steps_per_pass(training=False)
         # An epoch of so many steps, whatever a pass has; None: an epoch is a pass.
         self._fixed_steps = steps or (x.steps_per_epoch if self._training else None)
         self._first, self._epochs = (0, 0), 1  # (epoch, step) to start at, and the epoch to stop before.
@@ -436,7 +436,9 @@ class FeedAdapter(internals.DataAdapter):
         if self.is_streaming:
             if self._stream is not None:
                 self._stream.close()
-            self._stream = self._feeder._batch_stream(shuffle, (epoch, self._epochs), step, self._fixed_steps)
+            self._stream = self._feeder._batch_stream(
+                self._training, shuffle, (epoch, self._epochs), step, self._fixed_steps
+            )
         else:
             steps = self.get_size()
             num_steps = (self._epochs - epoch) * steps - step

@@ -161,9 +161,6 @@ class WorkerPool:
 
     def _pass(self, requests: Iterator[_Request], streaming: list[int] | None) -> Generator[Any, None, None]:
         with self._crew.lock:
-            self._check_open()
-            while self._listen(0):  # Workers that have died since the last pass are replaced.
-                pass
             run = self._run = _Run(self._run.number + 1, requests, streaming)
         try:
             while self._wait_for_next(run):
@@ -231,10 +228,9 @@ class WorkerPool:
                 if task.answer is None:
                     workers[worker_id].give(next(self._task_numbers), task)
 
-    def _listen(self, timeout: float) -> bool:
-        """Waits for news from workers, at most so many seconds; returns whether there was any."""
-        news = self._crew.wait(timeout)
-        for worker, has_ended in news:
+    def _listen(self, timeout: float) -> None:
+        """Waits for news from workers, at most so many seconds."""
+        for worker, has_ended in self._crew.wait(timeout):
             if worker is not self._crew.workers.get(worker.worker_id):
                 continue  # Replaced a moment ago.
             try:
@@ -249,7 +245,6 @@ class WorkerPool:
                 self._crew.dismiss(worker, patience_seconds=0)
                 self._hire(worker.worker_id, self._source)
                 raise
-        return bool(news)
 
     def _replace(self, worker: Worker) -> None:
         """Puts a new worker in the place of one that has died, and gives it the same tasks."""
