@@ -232,12 +232,12 @@ def feeder_of(arguments: dict) -> DistributedFeeder | None:
 
 
 def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, strategy: tf.distribute.Strategy) -> None:
-    on_cpus = any("GPU" not in device for device in internals.replica_devices(strategy))
-    if getattr(model, "_jit_compile", None) and strategy.num_replicas_in_sync > 1 and on_cpus:
-        raise StrategyError(
-            "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
-            "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
-        )
+    if model.jit_compile and strategy.num_replicas_in_sync > 1:
+        if any("GPU" not in device for device in internals.replica_devices(strategy)):
+            raise StrategyError(
+                "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
+                "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
+            )
     if feeder.is_streaming:
         return  # What it gives is known when it has been read.
     step = {"fit": "train_step", "evaluate": "test_step"}.get(name, "")

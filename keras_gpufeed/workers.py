@@ -161,6 +161,8 @@ class WorkerPool:
 
     def _pass(self, requests: Iterator[_Request], streaming: list[int] | None) -> Generator[Any, None, None]:
         with self._crew.lock:
+            self._check_open()
+            self._listen(0)  # A worker that has died since the last pass did not die of this one.
             run = self._run = _Run(self._run.number + 1, requests, streaming)
         try:
             while self._wait_for_next(run):
@@ -176,7 +178,6 @@ class WorkerPool:
                 self._check_open()
                 if run is not self._run:
                     raise WorkerError("A later pass over this pool has ended this one. Make a pool for each.")
-                self._listen(0)
                 self._deal(run)
                 if not run.tasks:
                     if run.error is not None:
