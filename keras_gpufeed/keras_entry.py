@@ -232,12 +232,14 @@ def feeder_of(arguments: dict) -> DistributedFeeder | None:
 
 
 def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, strategy: tf.distribute.Strategy) -> None:
-    if model.jit_compile and strategy.num_replicas_in_sync > 1:
-        if any("GPU" not in device for device in internals.replica_devices(strategy)):
-            raise StrategyError(
-                "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
-                "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
-            )
+    on_several_cpus = strategy.num_replicas_in_sync > 1 and any(
+        "GPU" not in device for device in internals.replica_devices(strategy)
+    )
+    if model.jit_compile and on_several_cpus:
+        raise StrategyError(
+            "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
+            "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
+        )
     if feeder.is_streaming:
         return  # What it gives is known when it has been read.
     step = {"fit": "train_step", "evaluate": "test_step"}.get(name, "")

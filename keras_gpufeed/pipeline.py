@@ -138,24 +138,37 @@ class _Graph:
         return tf.data.experimental.to_variant(dataset)
 
     def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
-        specs = tf.nest.flatten(self.batch_spec)
+        specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
         dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float32]
         read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs)
-        *components, parts, shares = tf.numpy_function(read, [stream_id, step], dtypes)
-        for component, spec in zip(components, specs):
-            component.set_shape(spec.shape)
+        *arrays, parts, shares = tf.numpy_function(read, [stream_id, step], dtypes)
+        for array, spec in zip(arrays, specs):
+            array.set_shape(spec.shape)
         parts.set_shape((self._plan.num_replicas, 2))
         shares.set_shape((self._plan.num_replicas, 3))
-        return tf.nest.pack_sequence_as(self.batch_spec, components), parts, shares
+        return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares
 
     def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tf.data.Dataset:
         def part(replica: tf.Tensor) -> tuple:
             start, stop = parts[replica, 0], parts[replica, 1]
-            # Slices along the first axis share the memory of the batch where their address is aligned.
-            sliced = _as_keras_does(tf.nest.map_structure(lambda component: component[start:stop], data))
+            sliced = _as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
             return sliced if self._plan.even else (sliced, shares[replica])
 
         return tf.data.Dataset.range(self._plan.num_replicas).map(part)
+
+
+def _slice(component: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    if not isinstance(component, tf.SparseTensor):
+        return component[start:stop]  # Shares the memory of the batch where its address is aligned.
+    sizes = component.shape[1:].as_list()  # Layers want to know them while they are traced.
+    part = tf.sparse.slice(component, [start, *[0] * len(sizes)], [stop - start, *sizes])
+    return tf.SparseTensor(part.indices, part.values, tf.stack([stop - start, *sizes]))
+
+
+def _num_samples(component: Any) -> tf.Tensor:
+    if isinstance(component, tf.RaggedTensor):
+        return component.nrows(tf.int64)
+    return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
 def _as_keras_does(data: tuple) -> Any:
@@ -169,8 +182,8 @@ def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor
         transformed = (transformed,)
     for component in tf.nest.flatten(transformed):
         tf.debugging.assert_equal(
-            tf.shape(component, tf.int64)[0],
-            tf.shape(tf.nest.flatten(data)[0], tf.int64)[0],
+            _num_samples(component),
+            _num_samples(tf.nest.flatten(data)[0]),
             "A transform must keep the number of samples of a batch along the first axis.",
         )
     return transformed, parts, shares
@@ -188,11 +201,12 @@ def _read_stream(
     stream_id: np.ndarray, step: np.ndarray, *, num_replicas: int, specs: list[tf.TensorSpec]
 ) -> list[np.ndarray]:
     stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
-    components = None if stream is None else stream.read(int(step))
-    if components is None:
+    batch = None if stream is None else stream.read(int(step))
+    if batch is None:
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
         return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float32)]
-    return [*components, *_cut(len(components[0]), num_replicas)]
+    num_samples, arrays = batch
+    return [*arrays, *_cut(num_samples, num_replicas)]
 
 
 def _host_dtype(spec: tf.TensorSpec) -> Any:

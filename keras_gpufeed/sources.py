@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from .buffers import BufferPool
+from .composites import make_ragged_component, make_sparse_component
 from .errors import SourceError
 
 Samples = Any  # A slice with start and stop, or an int64 array of sample numbers.
@@ -79,9 +80,14 @@ class ArraySource:
             samples: Which samples, in which order.
 
         Returns:
-            One array of shape `(batch, ...)` for each component, in the order of `tf.nest.flatten`.
+            The arrays of the batch in the order of `tf.nest.flatten(..., expand_composites=True)`: one of shape
+            `(batch, ...)` for a dense component, several for a sparse or ragged one.
         """
-        return [component.read(samples) for component in self._components]
+        arrays: list[np.ndarray] = []
+        for component in self._components:
+            read = component.read(samples)
+            arrays.extend(read if isinstance(read, tuple) else [read])
+        return arrays
 
 
 class SampleRange:
@@ -197,11 +203,10 @@ class _ArrayLikeComponent:
 
 def _make_component(value: Any, name: str) -> Any:
     received, kind = value, type(value).__module__.partition(".")[0]
-    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(value, "tocsr"):
-        raise SourceError(
-            f"{name} is a {type(value).__name__}, which cannot be fed. Pass a dense array of equally long "
-            "samples, padded where necessary."
-        )
+    if isinstance(value, tf.SparseTensor) or hasattr(value, "tocsr"):
+        return make_sparse_component(value, tf.keras.backend.floatx())
+    if isinstance(value, tf.RaggedTensor):
+        return make_ragged_component(value)
     if isinstance(value, (tf.Tensor, tf.Variable)):
         value = _view_of_tensor(value)
     elif kind == "pandas" and hasattr(value, "columns"):
@@ -248,7 +253,8 @@ def _to_array(value: Any, name: str) -> np.ndarray:
     except ValueError as error:
         raise SourceError(
             f"{name} is a {type(value).__name__} of unequal lengths, which makes no array: {error} "
-            "Pad its samples to one length, for example with keras.utils.pad_sequences."
+            "Pad its samples to one length, for example with keras.utils.pad_sequences, or pass "
+            f"tf.ragged.constant({name}) to a model that takes ragged tensors."
         ) from None
 
 

@@ -67,8 +67,8 @@ class SampleStream:
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, step: int) -> list[np.ndarray]:
-        """The components of the global batch of a step.
+    def read(self, step: int) -> tuple[int, list[np.ndarray]]:
+        """The number of samples and the arrays of the global batch of a step.
 
         Args:
             step: Step of the stream, from 0.
@@ -76,7 +76,7 @@ class SampleStream:
         try:
             epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
-            return self._source.read(self._samples(epoch, start, stop))
+            return stop - start, self._source.read(self._samples(epoch, start, stop))
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
@@ -147,8 +147,8 @@ class BatchStream:
                 raise SourceError("There is nothing to feed: the source gave no batch.")
             return self._caster.element_spec
 
-    def read(self, step: int) -> list[np.ndarray] | None:
-        """The components of the next global batch, or None after the last.
+    def read(self, step: int) -> tuple[int, list[np.ndarray]] | None:
+        """The number of samples and the arrays of the next global batch, or None after the last.
 
         Args:
             step: Step of the stream, from 0; batches come in this order.
@@ -159,7 +159,7 @@ class BatchStream:
                 return None  # A failure is raised by `num_ready`, in the user's thread.
             batch = self._waiting.popleft()
             self._changed.notify_all()
-            return batch
+            return len(batch[0]), batch
 
     def num_ready(self, epoch: int, done: int, wanted: int) -> int:
         """How many more steps of an epoch there are, up to `wanted`; waits until it is known.

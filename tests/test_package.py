@@ -30,6 +30,7 @@ FLOW = [
     "worker_main",
     "processes",
     "workers",
+    "composites",
     "sources",
     "batch_sources",
     "streams",
