@@ -483,7 +483,17 @@ class _Steps(internals.DistributedDataset):
 
     def map(self, function: Callable) -> _Steps:
         """The same steps with `function` applied to each batch; Keras adds class weights in this way."""
-        return _Steps(self._adapter, self._pipeline.with_transform(function))
+
+        def weigh(x: Any, y: Any, sample_weight: Any = None) -> tuple:
+            # Keras's function fails on sample weights of a batch size that is not fixed, so it gets none.
+            x, y, class_weight = function(x, y)
+            if sample_weight is None:
+                return x, y, class_weight
+            missing_axes = [1] * (class_weight.shape.rank - sample_weight.shape.rank)
+            shape = tf.concat([tf.shape(sample_weight), tf.constant(missing_axes, tf.int32)], axis=0)
+            return x, y, tf.cast(class_weight, sample_weight.dtype) * tf.reshape(sample_weight, shape)
+
+        return _Steps(self._adapter, self._pipeline.with_transform(weigh))
 
     def __iter__(self) -> Iterator:
         return self._pipeline.iterate(self._adapter.open_stream())

@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from . import internals
 from .plan import BatchPlan, split_batch
-from .streams import UNBOUNDED
 
 _stream_ids = itertools.count()
+_UNBOUNDED = (1 << 62) - 1
 _streams: dict[int, Any] = {}  # Those that an iterator reads.
 
 
@@ -77,7 +77,7 @@ class Pipeline(internals.DistributedDataset):
         """
         stream_id = next(_stream_ids)
         _streams[stream_id] = stream
-        dataset = self._graph_for(stream).dataset(stream_id, stream.num_steps)
+        dataset = self._graph_for(stream).dataset(stream_id)
         plan = self.plan
         if internals.is_default(self.strategy):
             iterator = iter(dataset.prefetch(plan.prefetch))
@@ -99,29 +99,28 @@ class Pipeline(internals.DistributedDataset):
         for graph in self._graphs:
             if _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms, endless=stream.num_steps == UNBOUNDED)
+        graph = _Graph(spec, self.plan, self._transforms)
         self._graphs.append(graph)
         return graph
 
 
 class _Graph:
-    """The traced `tf.data` graph, with the stream's number and length as its inputs."""
+    """The traced `tf.data` graph, with the stream's number as its input."""
 
-    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], endless: bool) -> None:
-        self.batch_spec, self._plan, self._transforms, self._endless = batch_spec, plan, transforms, endless
+    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...]) -> None:
+        self.batch_spec, self._plan, self._transforms = batch_spec, plan, transforms
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
-        self._make_variant = tf.function(self._trace, input_signature=[number, number]).get_concrete_function()
+        self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
 
-    def dataset(self, stream_id: int, num_steps: int) -> tf.data.Dataset:
+    def dataset(self, stream_id: int) -> tf.data.Dataset:
         """The parts of all steps of a stream, replica after replica."""
-        variant = self._make_variant(tf.constant(stream_id, tf.int64), tf.constant(num_steps, tf.int64))
+        variant = self._make_variant(tf.constant(stream_id, tf.int64))
         return tf.data.experimental.from_variant(variant, self._element_spec)
 
-    def _trace(self, stream_id: tf.Tensor, num_steps: tf.Tensor) -> tf.Tensor:
-        dataset = tf.data.Dataset.range(num_steps).map(lambda step: self._read(stream_id, step))
-        if self._endless:
-            dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
+    def _trace(self, stream_id: tf.Tensor) -> tf.Tensor:
+        dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
+        dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
         for transform in self._transforms:
             dataset = dataset.map(functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:

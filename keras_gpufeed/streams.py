@@ -4,7 +4,7 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `num_steps`, `read(step)` (None after the end), `failure` and `close()`.
+A stream offers `element_spec`, `read(step)` (None after the end), `failure` and `close()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .order import EpochOrder
 from .plan import BatchPlan
 from .sources import as_batch_structure
 
-UNBOUNDED = (1 << 62) - 1
 _NUM_BATCHES_TO_LEARN_FROM = 2
 _JOIN_SECONDS = 5.0  # How long `close` waits for the user's code to give its current batch.
 
@@ -61,18 +60,22 @@ class SampleStream:
     """
 
     def __init__(self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int) -> None:
-        self.element_spec, self.num_steps = source.element_spec, num_steps
+        self.element_spec, self._num_steps = source.element_spec, num_steps
         self.failure: Failure | None = None
         self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, step: int) -> tuple[int, list[np.ndarray]]:
-        """The number of samples and the arrays of the global batch of a step.
+    def read(self, step: int) -> tuple[int, list[np.ndarray]] | None:
+        """The number of samples and the arrays of the global batch of a step, or None after the last.
 
         Args:
             step: Step of the stream, from 0.
         """
+        if self.failure is not None:
+            self.failure.raise_again()  # The iterator goes on for other devices; what they see is no end of data.
+        if step >= self._num_steps:
+            return None
         try:
             epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
@@ -104,8 +107,6 @@ class BatchStream:
         prefetch: How many batches may wait.
         element_spec: The type of a batch, if the user gave it.
     """
-
-    num_steps = UNBOUNDED
 
     def __init__(
         self,
