@@ -28,6 +28,7 @@ from .streams import Failure
 
 _logger = logging.getLogger("keras_gpufeed")
 _active = threading.local()
+_LONGEST_STRUCTURE = 100
 
 
 def install() -> None:
@@ -85,7 +86,8 @@ def _entry(original: Callable) -> Callable:
 
 def _holds_feeder(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_feeder, value))
+        # A feeder among thousands of numbers is nobody's mistake, and looking costs every `fit` of arrays in lists.
+        return len(value) <= _LONGEST_STRUCTURE and any(map(_holds_feeder, value))
     if isinstance(value, dict):
         return any(map(_holds_feeder, value.values()))
     return isinstance(value, DistributedFeeder)
