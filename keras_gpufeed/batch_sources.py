@@ -60,17 +60,20 @@ class _Pools:
     def __init__(self, source: Any, settings: WorkerSettings) -> None:
         self._source, self._settings = source, settings
         self._lock = threading.Lock()
+        self._all: list[WorkerPool] = []
         self._idle: list[WorkerPool] = []
         self._idle.append(self._make())  # Before the model is traced, and to refuse at once what cannot be pickled.
 
     def _make(self) -> WorkerPool:
         settings = dataclasses.asdict(self._settings)
-        return WorkerPool(self._source, settings.pop("num_workers"), **settings)
+        pool = WorkerPool(self._source, settings.pop("num_workers"), **settings)
+        self._all.append(pool)
+        return pool
 
     def update(self, source: Any) -> None:
         with self._lock:
             self._source = source
-            for pool in self._idle:
+            for pool in self._all:
                 pool.update(source)
 
     def run(self, start: Callable[[WorkerPool], Iterator]) -> Iterator:
@@ -84,8 +87,8 @@ class _Pools:
 
     def close(self) -> None:
         with self._lock:
-            for pool in self._idle:
-                pool.close()
+            for pool in self._all:
+                pool.close()  # One that waits for an item wakes with an error.
 
 
 class BatchSource:
@@ -131,14 +134,17 @@ class GeneratorSource(BatchSource):
     Args:
         make_batches: Called once for each pass, with `epoch=` if it takes an argument of that name; in workers
             also with `worker_id=` and `num_workers=`.
-        num_batches: Batches of a pass, if known.
+        count: Tells the number of batches of the next pass, if it is known.
         workers: How to make batches in processes; None for this one.
     """
 
     def __init__(
-        self, make_batches: Callable, num_batches: int | None = None, workers: WorkerSettings | None = None
+        self,
+        make_batches: Callable,
+        count: Callable[[], int] | None = None,
+        workers: WorkerSettings | None = None,
     ) -> None:
-        self.num_batches = num_batches
+        self._count = count
         shard_names = ("worker_id", "num_workers")
         names = ("epoch", *shard_names) if workers is not None else ("epoch",)
         taken = tuple(name for name in names if _takes(make_batches, name))
@@ -151,6 +157,11 @@ class GeneratorSource(BatchSource):
                     "give only its part, or use workers=1."
                 )
             self._pools = _Pools(self._make_part, workers)
+
+    @property
+    def num_batches(self) -> int | None:  # type: ignore[override]
+        """Batches of the next pass, if their number is known."""
+        return None if self._count is None else self._count()
 
     def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
         """The batches of one pass."""
@@ -409,13 +420,13 @@ def _source_of(x: Any, workers: WorkerSettings | None) -> BatchSource | None:
         )
     if isinstance(x, tf.data.Dataset):
         cardinality = int(x.cardinality())
-        return GeneratorSource(x.as_numpy_iterator, cardinality if cardinality >= 0 else None)
+        return GeneratorSource(x.as_numpy_iterator, None if cardinality < 0 else lambda: cardinality)
     if isinstance(x, queue.Queue):
         return QueueSource(x)
     if hasattr(x, "__next__"):
         return IteratorSource(x)
     if hasattr(x, "__iter__"):
-        return GeneratorSource(x.__iter__, len(x) if hasattr(x, "__len__") else None)
+        return GeneratorSource(x.__iter__, x.__len__ if hasattr(x, "__len__") else None)
     return None
 
 

@@ -51,9 +51,10 @@ class BufferPool:
         block = self._free.pop() if self._free else np.empty(0, np.uint8)
         if len(block) < num_bytes:  # A smaller block is given up: batches have grown.
             block = _aligned_block(num_bytes)
-        array = block[:num_bytes].view(dtype).reshape(shape)
-        weakref.finalize(array, self._free.append, block).atexit = False  # type: ignore[misc]
-        return array
+        # All views of the array, and no other array, have the root as their base: it lives as long as any of them.
+        root = np.frombuffer(block.data, np.uint8, num_bytes) if num_bytes else np.empty(0, np.uint8)
+        weakref.finalize(root, self._free.append, block).atexit = False  # type: ignore[misc]
+        return root.view(dtype).reshape(shape)
 
 
 def _aligned_block(num_bytes: int) -> np.ndarray:

@@ -361,7 +361,6 @@ class FeedAdapter(internals.DataAdapter):
         self.pipeline = x._pipeline_on(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
         )
-        self._own_steps = x.num_steps if self._training else x._steps_per_pass(training=False)
         # An epoch of so many steps, whatever a pass has; None: an epoch is a pass.
         self._fixed_steps = steps or (x.steps_per_epoch if self._training else None)
         self._first, self._epochs = (0, 0), 1  # (epoch, step) to start at, and the epoch to stop before.
@@ -387,7 +386,11 @@ class FeedAdapter(internals.DataAdapter):
 
     def get_size(self) -> int:
         """Steps of an epoch; None if the source does not say."""
-        return self._fixed_steps or self._own_steps
+        return self._fixed_steps or self._steps_per_pass()
+
+    def _steps_per_pass(self) -> Any:
+        """Asked again for each epoch: a source may change its length between them."""
+        return self._feeder._steps_per_pass(self._training)
 
     def batch_size(self) -> int | None:
         """The global batch size; None if the source decides."""
@@ -447,7 +450,7 @@ class FeedAdapter(internals.DataAdapter):
             steps = self.get_size()
             num_steps = (self._epochs - epoch) * steps - step
             if not self._training:
-                num_steps = min(num_steps, self._own_steps)  # Nothing is counted twice.
+                num_steps = min(num_steps, self._steps_per_pass())  # Nothing is counted twice.
             self._stream = self._feeder._sample_stream(self.pipeline, shuffle, epoch * steps + step, num_steps)
         self._call.streams.append(self._stream)
         return self._stream

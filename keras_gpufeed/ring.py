@@ -118,5 +118,5 @@ class SlotReader:
         as its base, since NumPy shortens chains of views, and would not keep that one alive.
         """
         memory = np.frombuffer(self._slots[slot], np.uint8)
-        weakref.finalize(memory, self.released.append, slot).atexit = False
+        weakref.finalize(memory, self.released.append, slot).atexit = False  # type: ignore[misc]
         return memory

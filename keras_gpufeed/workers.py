@@ -196,9 +196,8 @@ class WorkerPool:
                 now = time.monotonic()
                 if now >= min(warn_at, stop_at):
                     self._report_stall(worker, now - quiet_since, stop=now >= stop_at)
-                    warned_at = now
-                else:
-                    self._listen(min(warn_at, stop_at) - now)
+                    warned_at = time.monotonic()
+                self._listen(max(0.0, min(warn_at, stop_at) - now))
 
     def _take_next(self, run: _Run) -> Any:
         with self._crew.lock:

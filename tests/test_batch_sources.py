@@ -201,6 +201,28 @@ def test_a_sequence_that_has_one_batch_for_each_epoch_does_not_wait_for_the_next
     assert sequence.events == [0, "end", 1, "end", 2, "end", 0, "end"]
 
 
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_sequence_may_change_its_length_between_epochs(change, caplog):
+    class Changing(Batches):
+        size = 3
+
+        def __len__(self):
+            return self.size
+
+        def __getitem__(self, index):
+            self.events.append(index)
+            return batch(index % 3)
+
+        def on_epoch_end(self):
+            self.size += change
+
+    sequence = Changing()
+    with caplog.at_level(logging.WARNING, "keras_gpufeed"):
+        make_model().fit(kg.DistributedFeeder(sequence, shuffle=False), epochs=2, verbose=0)
+    assert sequence.events == [0, 1, 2, *range(3 + change)]
+    assert caplog.text == ""
+
+
 def test_the_hook_of_a_validation_sequence_is_called_too():
     sequence = Batches()
     make_model().fit(kg.DistributedFeeder(batches), epochs=2, validation_data=kg.DistributedFeeder(sequence), verbose=0)
