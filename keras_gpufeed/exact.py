@@ -79,6 +79,29 @@ def install() -> None:
     internals.attach("assign_sub_on_read", _assign_difference)
 
 
+def agree_on_statistics(model: tf.keras.Model) -> None:
+    """Gives all replicas the mean of the statistics that each has gathered from its own samples.
+
+    Only BatchNormalization without `synchronized=True` gathers such. A saved file holds the mean, so the model
+    evaluates after loading as before.
+
+    Args:
+        model: A model on any strategy.
+    """
+    if not model.built:
+        return
+    gathered = [
+        variable
+        for variable in map(internals.unwrap_autocast, model.non_trainable_variables)
+        if internals.is_distributed(variable)
+        and variable.synchronization == tf.VariableSynchronization.ON_READ
+        and variable.aggregation == tf.VariableAggregation.MEAN
+    ]
+    with model.distribute_strategy.scope():
+        for variable in gathered:
+            variable.assign(variable.read_value())
+
+
 # --- Entering and leaving the step -------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from . import internals
 from . import strategy as strategies
 from .batch_sources import is_batch_source
 from .errors import SourceError, StrategyError
+from .exact import agree_on_statistics
 from .feeder import DistributedFeeder
 from .pipeline import Pipeline
 from .promotion import distribute
@@ -78,8 +79,13 @@ def _entry(original: Callable) -> Callable:
         arguments.update(arguments.pop("kwargs", {}))
         _prepare(model, name, arguments)
         num_epochs = arguments.get("epochs", 1) - arguments.get("initial_epoch", 0)
+        if name != "fit":
+            agree_on_statistics(model)
         with _entered(model, _Call(name, arguments.get("x"), num_epochs)):
-            return original(model, **arguments)
+            result = original(model, **arguments)
+        if name == "fit":
+            agree_on_statistics(model)
+        return result
 
     return call
 
