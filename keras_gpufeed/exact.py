@@ -74,6 +74,7 @@ def install() -> None:
     internals.attach("reduce_weighted_loss", _reduce_weighted_loss)
     internals.attach("apply_valid_mask", _apply_valid_mask)
     internals.attach("compute_average_loss", _compute_average_loss)
+    internals.attach("update_reduction", _update_reduction)
     internals.attach("assign_on_read", _assign)
     internals.attach("assign_add_on_read", _assign_difference)
     internals.attach("assign_sub_on_read", _assign_difference)
@@ -336,8 +337,23 @@ def _counting_step(variable: tf.Variable) -> _ReplicaStep | None:
     return step
 
 
+def _update_reduction(original: Callable) -> Callable:
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = _current_step()
+        if step is not None and sample_weight is None and not internals.sums(metric):
+            number = tf.convert_to_tensor(values) if not isinstance(values, tf.RaggedTensor) else values
+            if number.shape.rank == 0 and number.dtype.is_floating:
+                # One number for the whole batch: a loss. It weighs as much as the samples it is the mean of.
+                sample_weight = 1.0 / tf.cast(step.sum_scale, number.dtype)
+        return original(metric, values, sample_weight)
+
+    return update_state
+
+
 def _assign(original: Callable) -> Callable:
     def assign(variable: tf.Variable, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.is_tensor(value):
+            value = tf.convert_to_tensor(value, variable.dtype)  # From a weights file: TensorFlow divides it.
         step = _counting_step(variable)
         if step is not None:
             value = tf.where(step.counts, tf.cast(value, variable.dtype), variable.read_value())

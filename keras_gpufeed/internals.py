@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable, cast
@@ -18,11 +19,12 @@ import numpy as np
 import tensorflow as tf
 from keras.src.engine import data_adapter, functional, keras_tensor, node, training
 from keras.src.losses import Loss
+from keras.src.metrics import base_metric
 from keras.src.mixed_precision import autocast_variable
 from keras.src.optimizers import optimizer as keras_optimizer
 from keras.src.optimizers.legacy import optimizer_v2
 from keras.src.saving.legacy.saved_model import load as saved_model_load
-from keras.src.utils import losses_utils
+from keras.src.utils import losses_utils, metrics_utils
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.core import config as autograph_config
@@ -60,6 +62,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "reduce_weighted_loss": (losses_utils, "reduce_weighted_loss"),
     "apply_valid_mask": (losses_utils, "apply_valid_mask"),
     "compute_average_loss": (tf.nn, "compute_average_loss"),
+    # A metric that is given one number for the batch has to know how much of the step it speaks for.
+    "update_reduction": (base_metric.Reduce, "update_state"),
     # Metrics are replica-local variables that are summed when read; a sample seen by every replica must be
     # added by one of them.
     "assign_on_read": (values.SyncOnReadVariable, "assign"),
@@ -378,6 +382,22 @@ def settle_on(owner: Any, strategy: tf.distribute.Strategy) -> None:
         owner._distribution_strategy = strategy
     if isinstance(owner, tf.keras.Model):
         owner._reset_compile_cache()  # Functions traced so far hold the old variables.
+
+
+def look_up_update_again(metric: Any) -> None:
+    """Makes a metric find `update_state` anew: each binds it when it is made, maybe before this package was there."""
+    if isinstance(metric, base_metric.Reduce) and base_metric.is_built_in(type(metric)):
+        update = types.MethodType(type(metric).update_state, metric)
+
+        def update_state_fn(*args: Any, **kwargs: Any) -> Any:
+            return autograph.tf_convert(update, ag_ctx.control_status_ctx())(*args, **kwargs)
+
+        metric.update_state = types.MethodType(metrics_utils.update_state_wrapper(update_state_fn), metric)
+
+
+def sums(metric: Any) -> bool:
+    """True for a metric that adds up its values and divides by nothing."""
+    return metric.reduction == metrics_utils.Reduction.SUM
 
 
 def children_of(owner: Any) -> list:

@@ -59,9 +59,9 @@ def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = 
         strategy = internals.lives_on(model) or strategies.get_strategy()
     strategies.prepare(strategy)
     home = internals.lives_on(model)
-    if home is strategy or internals.is_default(strategy):
+    if internals.is_default(strategy):
         return model
-    if home is not None:
+    if home is not None and home is not strategy:
         raise StrategyError(
             f"The model lives on a strategy of {home.num_replicas_in_sync} replica(s) already and cannot be "
             f"moved to one of {strategy.num_replicas_in_sync}. Save it and load it again, or rebuild it, "
@@ -72,32 +72,47 @@ def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = 
 
 
 def _move(model: tf.keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Moves what is not on the strategy yet: all of a model, or what was added to it since."""
     owners: list = []
     variables: list[tf.Variable] = []
     for found in _walk(model):
         (variables if isinstance(found, tf.Variable) else owners).append(found)
-    _check(owners, variables, strategy)
+    is_first = internals.lives_on(model) is not strategy
+    _check(owners if is_first else [], variables, strategy)
+    on_several = isinstance(strategy, tf.distribute.MirroredStrategy)
+    to_move = [
+        variable
+        for variable in variables
+        if not internals.is_distributed(internals.unwrap_autocast(variable)) and (is_first or on_several)
+    ]
     with strategy.scope():
-        for variable in variables:
+        for variable in to_move:
             inner = internals.unwrap_autocast(variable)
-            if not internals.is_distributed(inner):
+            if not internals.is_distributed(inner):  # Else two wrappers hold the same one.
                 _move_variable(inner, strategy)
             if inner is not variable:
                 internals.refresh_autocast(variable)
     for owner in owners:
-        internals.settle_on(owner, strategy)
-    unsynchronized = [
+        internals.look_up_update_again(owner)
+        if to_move or internals.lives_on(owner) is not strategy:
+            internals.settle_on(owner, strategy)
+    if is_first and strategy.num_replicas_in_sync > 1:
+        _warn_of_own_statistics(owners)
+
+
+def _warn_of_own_statistics(owners: list) -> None:
+    names = [
         owner.name
         for owner in owners
         if isinstance(owner, tf.keras.layers.BatchNormalization) and not owner.synchronized
     ]
-    if unsynchronized and strategy.num_replicas_in_sync > 1:
+    if names:
         _logger.warning(
             "%d BatchNormalization layer(s) (%s%s) normalise with each replica's own samples, so results "
             "differ from one device. BatchNormalization(synchronized=True) uses the global batch.",
-            len(unsynchronized),
-            ", ".join(unsynchronized[:3]),
-            ", ..." if len(unsynchronized) > 3 else "",
+            len(names),
+            ", ".join(names[:3]),
+            ", ..." if len(names) > 3 else "",
         )
 
 

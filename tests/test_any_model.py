@@ -342,6 +342,26 @@ class SummingByHand(tf.keras.Sequential):
         return {"loss": tf.reduce_mean(loss)}
 
 
+class TrackingItsLoss(tf.keras.Sequential):
+    """A `train_step` that gives a metric one number for the batch, as Keras's guides do."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.tracker = tf.keras.metrics.Mean(name="tracked")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result()}
+
+
 class LossObjectByHand(tf.keras.Sequential):
     """A `train_step` with a `Loss` object of its own, which stock Keras refuses under a strategy."""
 
@@ -386,6 +406,11 @@ def apply_gradients_by_hand():
 @case(dense_data)
 def summed_loss_by_hand():
     return by_hand(SummingByHand)
+
+
+@case(dense_data)
+def tracked_loss():
+    return by_hand(TrackingItsLoss)
 
 
 @case(dense_data)
