@@ -34,6 +34,8 @@ __all__ = [
     "use_virtual_devices",
 ]
 
+__version__ = "0.1.0"
+
 _internals.keep_autograph_out()
 _internals.give_conversions()
 _exact.install()

@@ -480,6 +480,8 @@ class BatchCaster:
                 f"The arrays of batch {number} must have the same number of samples along their first axis. "
                 f"Received {_describe(structure)}."
             )
+        if lengths == {0}:
+            raise SourceError(f"Batch {number} holds no sample. Leave out batches that a filter has emptied.")
         return arrays
 
     def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, number: int) -> np.ndarray:
@@ -491,8 +493,9 @@ class BatchCaster:
             or (not strings and not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"))
         ):
             raise SourceError(
-                f"Batch {number} does not fit the first ones. Received an array of shape {array.shape} and "
-                f"dtype {array.dtype}, expected shape {tuple(spec.shape)} and dtype {spec.dtype.name}. Pass "
+                f"Batch {number} (counted from 0) does not fit the first ones. Received an array of shape "
+                f"{array.shape} and dtype {array.dtype}, expected shape {tuple(spec.shape)} and dtype "
+                f"{spec.dtype.name}. Pass "
                 "element_spec=, with None for every axis that may change, for example "
                 f"tf.TensorSpec({(None,) * max(array.ndim, 1)}, tf.{spec.dtype.name})."
             )

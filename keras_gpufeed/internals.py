@@ -44,6 +44,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "fit": (tf.keras.Model, "fit"),
     "evaluate": (tf.keras.Model, "evaluate"),
     "predict": (tf.keras.Model, "predict"),
+    # Keras refuses to compile a model that was moved and then got another layer.
+    "compile": (tf.keras.Model, "compile"),
     # `BackupAndRestore` sets the first epoch and step on the handler after our adapter exists.
     "enumerate_epochs": (data_adapter.DataHandler, "enumerate_epochs"),
     # Keras finds the end of unknown data by running a step too many.

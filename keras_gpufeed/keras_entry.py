@@ -24,7 +24,7 @@ from .errors import SourceError, StrategyError
 from .exact import agree_on_statistics
 from .feeder import DistributedFeeder
 from .pipeline import Pipeline
-from .promotion import distribute
+from .promotion import distribute, follow_shared_layers, move_along, was_moved
 from .streams import Failure
 
 _logger = logging.getLogger("keras_gpufeed")
@@ -37,6 +37,7 @@ def install() -> None:
     internals.register_adapter(FeedAdapter)
     internals.attach("enumerate_epochs", _enumerate_epochs)
     internals.attach("steps", _steps)
+    internals.attach("compile", _compile)
     for name in ("fit", "evaluate", "predict"):
         internals.attach(name, _entry)
 
@@ -72,11 +73,19 @@ def _entry(original: Callable) -> Callable:
     name = original.__name__
 
     def call(model: tf.keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if not _holds_feeder([*args, *kwargs.values()]):
+        follow_shared_layers(model)
+        has_feeder = _holds_feeder([*args, *kwargs.values()])
+        if not has_feeder and not was_moved(model):
             return original(model, *args, **kwargs)
         arguments = signature.bind(model, *args, **kwargs).arguments
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
+        if not has_feeder:
+            # Plain data on a model that was moved: Keras would train it inexactly on several devices.
+            feeder = feeder_of(arguments)
+            if feeder is None:
+                return original(model, **arguments)
+            arguments["x"] = feeder
         _prepare(model, name, arguments)
         num_epochs = arguments.get("epochs", 1) - arguments.get("initial_epoch", 0)
         if name != "fit":
@@ -88,6 +97,16 @@ def _entry(original: Callable) -> Callable:
         return result
 
     return call
+
+
+def _compile(original: Callable) -> Callable:
+    def compile(model: tf.keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if was_moved(model):
+            distribute(model)  # Layers that were added since.
+            move_along((args, kwargs), model.distribute_strategy)  # Metrics and optimizers that were made since.
+        return original(model, *args, **kwargs)
+
+    return compile
 
 
 def _holds_feeder(value: Any) -> bool:
@@ -325,16 +344,18 @@ def _say_what_was_done(feeder: DistributedFeeder, strategy: tf.distribute.Strate
         _logger.setLevel(logging.INFO)
     devices = strategies.describe_devices(strategy)
     if feeder.num_samples is None:
-        _logger.info("%d replicas: %s, each batch is split evenly", strategy.num_replicas_in_sync, devices)
+        _logger.info("%d replicas: %s, each batch is split among them", strategy.num_replicas_in_sync, devices)
         return
     sizes = feeder.plan(strategy.num_replicas_in_sync).split(0).sizes
-    each = f"{max(sizes)} samples each" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)} samples each"
+    each = f"{min(sizes)} to {max(sizes)}" if len(set(sizes)) > 1 else str(max(sizes))
+    samples = "sample" if each == "1" else "samples"
     _logger.info(
-        "%d replicas: %s, %s of a global batch of %d",
+        "%d replicas: %s, %s %s each of a global batch of %d",
         strategy.num_replicas_in_sync,
         devices,
         each,
-        feeder.batch_size,
+        samples,
+        min(feeder.batch_size, feeder.num_samples),
     )
 
 
@@ -515,6 +536,9 @@ def _enumerate_epochs(original: Callable) -> Callable:
         adapter = internals.adapter_of(handler)
         if not isinstance(adapter, FeedAdapter):
             return original(handler)
+        first_epoch, _, epochs = internals.epoch_range(handler)
+        if first_epoch >= epochs:
+            return iter(())  # A run that had finished: nothing is read.
         adapter.start_at(*internals.epoch_range(handler))
         return _enumerate_what_there_is(original(handler), handler, adapter)
 

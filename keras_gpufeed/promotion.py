@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from . import strategy as strategies
 from .errors import StrategyError
 
 _logger = logging.getLogger("keras_gpufeed")
+_moved: weakref.WeakSet = weakref.WeakSet()  # Models that live on several devices because of this package.
 
 _LEAVES = (str, bytes, int, float, type(None), type, types.ModuleType, *internals.GRAPH_RECORDS)
 
@@ -67,8 +69,19 @@ def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = 
             f"moved to one of {strategy.num_replicas_in_sync}. Save it and load it again, or rebuild it, "
             "outside any strategy scope."
         )
+    if home is None:
+        _moved.add(model)
     _move(model, strategy)
     return model
+
+
+def was_moved(model: tf.keras.Model) -> bool:
+    """True if `distribute` moved the model, so that its user need not know that it lives on several devices.
+
+    Args:
+        model: Any model.
+    """
+    return model in _moved
 
 
 def _move(model: tf.keras.Model, strategy: tf.distribute.Strategy) -> None:
@@ -80,18 +93,9 @@ def _move(model: tf.keras.Model, strategy: tf.distribute.Strategy) -> None:
     is_first = internals.lives_on(model) is not strategy
     _check(owners if is_first else [], variables, strategy)
     on_several = isinstance(strategy, tf.distribute.MirroredStrategy)
-    to_move = [
-        variable
-        for variable in variables
-        if not internals.is_distributed(internals.unwrap_autocast(variable)) and (is_first or on_several)
-    ]
-    with strategy.scope():
-        for variable in to_move:
-            inner = internals.unwrap_autocast(variable)
-            if not internals.is_distributed(inner):  # Else two wrappers hold the same one.
-                _move_variable(inner, strategy)
-            if inner is not variable:
-                internals.refresh_autocast(variable)
+    to_move = variables if is_first or on_several else []
+    to_move = [variable for variable in to_move if not internals.is_distributed(internals.unwrap_autocast(variable))]
+    _move_variables(to_move, strategy)
     for owner in owners:
         internals.look_up_update_again(owner)
         if to_move or internals.lives_on(owner) is not strategy:
@@ -114,6 +118,45 @@ def _warn_of_own_statistics(owners: list) -> None:
             ", ".join(names[:3]),
             ", ..." if len(names) > 3 else "",
         )
+
+
+def move_along(things: Any, strategy: tf.distribute.Strategy) -> None:
+    """Moves the variables of what is given to a model that was moved: metrics, optimizers.
+
+    Args:
+        things: Any objects, in tuples, lists and dicts.
+        strategy: Where the model lives.
+    """
+    if isinstance(strategy, tf.distribute.MirroredStrategy):
+        found = list(_walk(things))
+        _move_variables([each for each in found if isinstance(each, tf.Variable)], strategy)
+        for each in found:
+            if not isinstance(each, tf.keras.Model):
+                internals.settle_on(each, strategy)
+
+
+def follow_shared_layers(model: tf.keras.Model) -> None:
+    """Moves a model that shares a layer with one that was moved; what it had traced would go on with old variables.
+
+    Args:
+        model: Any model.
+    """
+    if internals.lives_on(model) is not None or not model.built:
+        return
+    for variable in map(internals.unwrap_autocast, model.variables):
+        if internals.is_distributed(variable):
+            distribute(model, variable.distribute_strategy)
+            return
+
+
+def _move_variables(variables: list[tf.Variable], strategy: tf.distribute.Strategy) -> None:
+    with strategy.scope():
+        for variable in variables:
+            inner = internals.unwrap_autocast(variable)
+            if not internals.is_distributed(inner):  # Else two wrappers hold the same one.
+                _move_variable(inner, strategy)
+            if inner is not variable:
+                internals.refresh_autocast(variable)
 
 
 def _check(owners: list, variables: list[tf.Variable], strategy: tf.distribute.Strategy) -> None:

@@ -12,6 +12,7 @@ gives one array for each component of a batch. To add a kind of array, add a cla
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,16 @@ class ArraySource:
     """
 
     def __init__(self, x: Any, y: Any = None, sample_weight: Any = None) -> None:
+        if x is None or isinstance(x, (str, bytes, os.PathLike)):
+            raise SourceError(
+                f"x must be arrays, a generator or another source. Received {x!r}. "
+                "To feed a file, open it with np.load(mmap_mode='r'), pandas, h5py or tf.data first."
+            )
+        if isinstance(sample_weight, int):
+            raise SourceError(
+                f"sample_weight must be an array. Received {sample_weight!r}. If that is the batch size, write "
+                f"batch_size={sample_weight}."
+            )
         named = {"x": x, "y": y, "sample_weight": sample_weight}
         while len(named) > 1 and named[list(named)[-1]] is None:
             named.popitem()

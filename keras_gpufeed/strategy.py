@@ -81,6 +81,12 @@ def use_virtual_devices_of_environment() -> None:
             raise StrategyError(
                 f"The environment variable {_VIRTUAL_DEVICES_VARIABLE} must be a positive integer. Received {number!r}."
             )
+        if internals.devices_are_up() and num_visible_devices() != int(number):
+            raise StrategyError(
+                f"{_VIRTUAL_DEVICES_VARIABLE}={number} is obeyed when keras_gpufeed is imported, but TensorFlow has "
+                f"started with {num_visible_devices()} device(s) already. Import keras_gpufeed before anything that "
+                "makes a tensor, a model or a strategy."
+            )
         use_virtual_devices(int(number))
 
 

@@ -1,5 +1,6 @@
 """What a model receives for each kind of array, and what it costs in memory."""
 
+import collections
 import gc
 import pathlib
 import tracemalloc
@@ -117,7 +118,7 @@ LAYOUTS = {
 
 
 def fed_together(arrays, shuffle):
-    parts = parts_fed({key: array for key, array in arrays.items()}, shuffle=shuffle, seed=3)
+    parts = parts_fed(arrays, shuffle=shuffle, seed=3)
     return joined(parts)[0]
 
 
@@ -227,6 +228,29 @@ def test_a_lone_input_is_handed_over_as_keras_does(x, kind):
             assert len(part[0]) == 1
             part = part[0]
         assert isinstance(part[0], kind)
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (Pair(A, B), Pair),
+        ({"pair": Pair(A, B)}, dict),
+        (collections.OrderedDict(b=B, a=A), dict),
+        (collections.defaultdict(list, {"a": A, "b": B}), dict),
+    ],
+    ids=["named tuple", "named tuple in a dictionary", "OrderedDict", "defaultdict"],
+)
+def test_structures_of_the_users_classes(x, kind):
+    fed, _, _ = joined(parts_fed(x, C))
+    assert isinstance(fed, kind)
+    if isinstance(fed, dict) and "pair" in fed:
+        fed = fed["pair"]
+    first, second = (fed.left, fed.right) if isinstance(x, Pair) or "pair" in x else (fed["a"], fed["b"])
+    assert first.tolist() == A.tolist()
+    assert second.tolist() == B.tolist()
 
 
 def test_parts_are_contiguous_and_in_order():

@@ -368,6 +368,7 @@ def test_arguments_that_do_not_fit_are_refused_at_once(make, message):
         (lambda: iter([(X, Y, Y, Y)]), "tuple of 4 parts"),
         (lambda: iter([(X, Y[:3])]), "same number of samples"),
         (lambda: iter([(1.0, 2.0)]), "batched=False"),
+        (lambda: iter([batch(0), (X[:0], Y[:0])]), "Batch 1 holds no sample"),
         (lambda: iter([batch(0), X]), "does not have the structure of the first one"),
     ],
 )

@@ -1,13 +1,14 @@
 """The promise: weights and logs after three epochs on N replicas are those of one device, to float rounding."""
 
 import functools
+import itertools
 import os
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from comparison import largest_difference, largest_log_difference, strategy_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import keras_gpufeed as kg
@@ -40,9 +41,7 @@ def l2():
 
 
 def embedding():
-    model = tf.keras.Sequential(
-        [layers.InputLayer((4,)), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)]
-    )
+    model = tf.keras.Sequential([layers.InputLayer((4,)), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)])
     model.compile(tf.keras.optimizers.SGD(0.05), "mse")
     return model
 
@@ -50,7 +49,7 @@ def embedding():
 def adam_clipnorm():
     model = stack(layers.Dense(8, "tanh"))
     # A large epsilon: where a gradient is nought but for rounding, Adam would make a whole step of it.
-    model.compile(tf.keras.optimizers.Adam(0.01, epsilon=1e-3, clipnorm=0.05), "mse")
+    model.compile(tf.keras.optimizers.Adam(0.1, epsilon=0.1, clipnorm=0.05), "mse")
     return model
 
 
@@ -81,7 +80,9 @@ def two_outputs():
 
 
 def synchronised_batch_norm():
-    model = stack(layers.Dense(8), layers.BatchNormalization(synchronized=True), layers.Activation("tanh"))
+    # A large epsilon: with three samples a variance may be next to nothing, and rounding would be blown up.
+    normalization = layers.BatchNormalization(epsilon=0.1, synchronized=True)
+    model = stack(layers.Dense(8), normalization, layers.Activation("tanh"))
     model.compile(tf.keras.optimizers.SGD(0.05), "mse")
     return model
 
@@ -164,109 +165,102 @@ def make_weights(name, weights, num_samples):
 def train(model, num_replicas, x, y, sample_weight=None, batch_size=32, epochs=3, shuffle=False, **arguments):
     """Three epochs; on one device by plain Keras."""
     if num_replicas == 1:
-        return model.fit(
-            x, y, batch_size, epochs, verbose=0, shuffle=shuffle, sample_weight=sample_weight, **arguments
-        )
+        return model.fit(x, y, batch_size, epochs, verbose=0, shuffle=shuffle, sample_weight=sample_weight, **arguments)
     kg.distribute(model, strategy_of(num_replicas))
     feeder = kg.DistributedFeeder(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
     return model.fit(feeder, epochs=epochs, verbose=0, **arguments)
 
 
-def assert_equal_to_one_device(name, num_samples, batch_size, num_replicas, weights=None):
-    x, y = make_data(name, num_samples)
-    sample_weight, arguments = make_weights(name, weights, num_samples)
-    if weights == "classes":
-        y = (y > 0).astype("int32")
-    trained = []
-    for devices in (1, num_replicas):
+def assert_equal_to_one_device(name, num_replicas, points):
+    """One model on one device and one on several are trained with the data of each point, one after another."""
+    models = []
+    for _ in range(2):
         tf.keras.utils.set_random_seed(1)
-        model = MODELS[name]()
-        trained.append((model, train(model, devices, x, y, sample_weight, batch_size, **arguments)))
-    (reference, expected), (model, history) = trained
-    assert all(np.isfinite(values).all() for values in expected.history.values())
-    assert largest_difference(model, reference) <= TOLERANCE
-    assert largest_log_difference(history, expected) <= TOLERANCE
-    assert int(model.optimizer.iterations) == 3 * -(-num_samples // batch_size)
+        models.append(MODELS[name]())
+    reference, model = models
+    steps = 0
+    for num_samples, batch_size, weights in points:
+        x, y = make_data(name, num_samples)
+        sample_weight, arguments = make_weights(name, weights, num_samples)
+        if weights == "classes":
+            y = (y > 0).astype("float32")
+        expected = train(reference, 1, x, y, sample_weight, batch_size, **arguments)
+        history = train(model, num_replicas, x, y, sample_weight, batch_size, **arguments)
+        assert all(np.isfinite(values).all() for values in expected.history.values())
+        assert largest_difference(model, reference) <= TOLERANCE
+        assert largest_log_difference(history, expected) <= TOLERANCE
+        steps += 3 * -(-num_samples // batch_size)
+        assert model.optimizer.iterations.numpy() == steps
 
 
 # --- The grid ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "num_samples", "batch_size", "num_replicas", "weights"),
+    ("name", "num_replicas", "points"),
     [
-        ("mlp", 1030, 256, 4, None),  # Six samples left: 2 + 2 + 1 + 1.
-        ("mlp", 1025, 256, 4, None),  # One sample left: a small tail.
-        ("mlp", 1, 8, 8, None),  # Nothing but a small tail.
-        ("mlp", 64, 250, 3, "samples"),  # One batch, smaller than the global batch: 22 + 21 + 21.
-        ("l2", 1027, 256, 4, None),  # Three samples left.
-        ("l2", 7, 8, 2, "classes"),
-        ("embedding", 1030, 250, 3, None),  # No step is even.
-        ("embedding", 3, 8, 4, "samples"),
-        ("adam_clipnorm", 1027, 250, 4, None),
-        ("adam_clipnorm", 64, 8, 3, "classes"),
-        ("global_clipnorm", 1030, 256, 8, None),
-        ("scalar_mean_loss", 1025, 250, 2, None),
-        ("scalar_mean_loss", 7, 8, 3, None),
-        ("two_outputs", 1027, 256, 2, "samples"),
-        ("two_outputs", 3, 8, 4, None),
-        ("synchronised_batch_norm", 1030, 256, 4, None),
-        ("synchronised_batch_norm", 1027, 250, 3, "samples"),
-        ("minimize_by_hand", 1025, 256, 4, None),
-        ("minimize_by_hand", 7, 8, 3, None),
-        ("apply_gradients_by_hand", 1030, 256, 3, None),
-        ("apply_gradients_by_hand", 1025, 250, 8, None),
+        # Samples, global batch size, weights. Of 1025 samples one is left over, of 1030 six.
+        ("mlp", 4, [(1025, 256, None), (1027, 256, None), (3, 8, None), (1, 8, None)]),
+        ("mlp", 2, [(1030, 250, None), (64, 250, None), (7, 256, None)]),
+        ("l2", 4, [(1030, 256, None), (7, 8, None), (1024, 250, None)]),
+        ("embedding", 2, [(1027, 256, "samples"), (7, 8, "samples")]),
+        ("adam_clipnorm", 2, [(1025, 256, "samples"), (3, 8, "samples")]),
+        ("global_clipnorm", 8, [(1030, 256, None), (7, 8, None)]),
+        ("scalar_mean_loss", 2, [(1025, 250, None), (1027, 256, None), (1, 256, None)]),
+        ("two_outputs", 2, [(1027, 256, "samples"), (7, 250, "samples")]),
+        ("synchronised_batch_norm", 3, [(1030, 250, None), (64, 250, None)]),
+        ("minimize_by_hand", 3, [(1025, 256, None), (1030, 250, None)]),
+        ("apply_gradients_by_hand", 2, [(1025, 256, None), (7, 8, None)]),
+        ("l2", 3, [(1027, 256, "classes"), (7, 8, "classes")]),
     ],
 )
-def test_grid(name, num_samples, batch_size, num_replicas, weights):
-    assert_equal_to_one_device(name, num_samples, batch_size, num_replicas, weights)
+def test_grid(name, num_replicas, points):
+    assert_equal_to_one_device(name, num_replicas, points)
 
 
 def can_have(name, weights):
-    by_hand = name.endswith("by_hand")
-    return weights is None or not (by_hand or (weights == "classes" and name == "two_outputs"))
+    """Keras has class weights for one output only, and multiplies a mean loss by the mean of the weights."""
+    never = name.endswith("by_hand") or name == "scalar_mean_loss"
+    return weights is None or not (never or (weights == "classes" and name == "two_outputs"))
 
 
 @settings(
-    max_examples=int(os.environ.get("KERAS_GPUFEED_EXAMPLES", 4)),
+    max_examples=int(os.environ.get("KERAS_GPUFEED_EXAMPLES", "2")),
     derandomize="KERAS_GPUFEED_EXAMPLES" not in os.environ,
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.generate],  # A point is as small as its neighbours: there is nothing to shrink.
+    suppress_health_check=list(HealthCheck),
 )
 @given(
-    st.sampled_from(
-        [(name, weights) for name in MODELS for weights in WEIGHTS if can_have(name, weights)]
-    ),
+    st.sampled_from([(name, weights) for name in MODELS for weights in WEIGHTS if can_have(name, weights)]),
     st.sampled_from(NUM_SAMPLES),
     st.sampled_from(BATCH_SIZES),
     st.sampled_from(NUM_REPLICAS),
 )
 def test_anywhere_in_the_grid(model_and_weights, num_samples, batch_size, num_replicas):
-    """`KERAS_GPUFEED_EXAMPLES=500` draws as many; there are 2304 points."""
+    """Two points each time; with `KERAS_GPUFEED_EXAMPLES=500` in the environment as many, others each time."""
     name, weights = model_and_weights
-    assert_equal_to_one_device(name, num_samples, batch_size, num_replicas, weights)
+    assert_equal_to_one_device(name, num_replicas, [(num_samples, batch_size, weights)])
     tf.keras.backend.clear_session()
 
 
 def test_stock_keras_is_not_exact():
     """The comparison can fail: the same data by Keras's own way through the strategy, with six samples left."""
     x, y = make_data("mlp", 1030)
-    models = []
-    for num_replicas in (1, 4):
-        tf.keras.utils.set_random_seed(1)
-        with strategy_of(num_replicas).scope():
-            model = mlp()
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
-        model.fit(data, epochs=3, verbose=0)
-        models.append(model)
-    assert largest_difference(*models[::-1]) > 0.01
+    reference = mlp()
+    train(reference, 1, x, y, batch_size=256)
+    tf.keras.utils.set_random_seed(1)
+    with strategy_of(4).scope():
+        model = mlp()
+    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(256), epochs=3, verbose=0)
+    assert largest_difference(model, reference) > 0.01
 
 
 def test_shuffled_training_is_the_same_on_any_number_of_replicas():
     x, y = make_data("mlp", 70)
     reference = expected = None
-    for num_replicas in (1, 2, 3):
+    for num_replicas in (1, 3):
         tf.keras.utils.set_random_seed(1)
         model = kg.distribute(mlp(), strategy_of(num_replicas))
         history = model.fit(kg.DistributedFeeder(x, y, seed=11), epochs=3, verbose=0)
@@ -276,48 +270,61 @@ def test_shuffled_training_is_the_same_on_any_number_of_replicas():
         assert largest_log_difference(history, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("num_samples", [20, 21, 22])
-def test_one_device_is_plain_keras(num_samples):
+def test_one_device_is_plain_keras():
     """A feeder on one device gives bit for bit what Keras gives."""
-    x, y = make_data("mlp", num_samples)
-    models = []
-    for data in ({"x": x, "y": y, "batch_size": 6, "shuffle": False}, None):
-        tf.keras.utils.set_random_seed(1)
-        model = mlp()
-        if data is None:
-            with strategy_of(1).scope():
-                model = mlp()
-            data = {"x": kg.DistributedFeeder(x, y, batch_size=6, shuffle=False)}
-        model.set_weights([np.full_like(weight, 0.1) for weight in model.get_weights()])
-        model.fit(**data, epochs=2, verbose=0)
-        models.append(model)
-    assert all((a == b).all() for a, b in zip(*(model.get_weights() for model in models)))
+    x, y = make_data("mlp", 22)
+    expected, model = mlp(), mlp()
+    model.set_weights(expected.get_weights())
+    train(expected, 1, x, y, batch_size=6)
+    kg.distribute(model, strategy_of(1))
+    model.fit(kg.DistributedFeeder(x, y, batch_size=6, shuffle=False), epochs=3, verbose=0)
+    assert all((a == b).all() for a, b in zip(model.get_weights(), expected.get_weights()))
+
+
+def test_double_precision():
+    """Then rounding is 1e-16, and so must the difference be."""
+    tf.keras.backend.set_floatx("float64")
+    try:
+        x, y = (array.astype("float64") for array in make_data("mlp", 22))
+        reference, model = mlp(), mlp()
+        model.set_weights(reference.get_weights())
+        train(reference, 1, x, y, batch_size=8)
+        train(model, 3, x, y, batch_size=8)
+        assert largest_difference(model, reference) <= 1e-12
+    finally:
+        tf.keras.backend.set_floatx("float32")
 
 
 # --- Losses ------------------------------------------------------------------------------------------------
 
-RANGE = np.arange(22, dtype="float32")[:, None] / 22
+
+def train_with_losses(num_replicas, losses):
+    tf.keras.utils.set_random_seed(1)
+    inputs = tf.keras.Input((1,))
+    model = tf.keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in losses})
+    model.compile(tf.keras.optimizers.SGD(0.01), losses)
+    x = np.arange(22, dtype="float32")[:, None] / 22
+    return model, train(model, num_replicas, x, dict.fromkeys(losses, 2 * x), batch_size=8)
 
 
 @pytest.mark.parametrize(
-    "loss",
+    "losses",
     [
-        lambda y, p: tf.reduce_mean(tf.square(y - p), -1),
-        tf.keras.losses.MeanSquaredError(),
-        tf.keras.losses.Huber(reduction="none"),
-        tf.keras.losses.MeanAbsoluteError(reduction="sum"),
-        tf.keras.losses.LogCosh(reduction="sum_over_batch_size"),
+        {
+            "vector": lambda y, p: tf.reduce_mean(tf.square(y - p), -1),
+            "scalar": lambda y, p: tf.reduce_mean(tf.square(y - p)),
+            "auto": tf.keras.losses.MeanSquaredError(),
+            "sum": tf.keras.losses.MeanAbsoluteError(reduction="sum"),
+            "mean": tf.keras.losses.LogCosh(reduction="sum_over_batch_size"),
+        },
+        {"none": tf.keras.losses.Huber(reduction="none")},
     ],
-    ids=["a value for each sample", "auto", "none", "sum", "sum over batch size"],
+    ids=["reduced", "not reduced"],
 )
-def test_losses_of_every_reduction(loss):
-    histories = []
-    for num_replicas in (1, 4):
-        tf.keras.utils.set_random_seed(1)
-        model = tf.keras.Sequential([layers.Dense(1, input_shape=(1,))])
-        model.compile(tf.keras.optimizers.SGD(0.01), loss)
-        histories.append(train(model, num_replicas, RANGE, 2 * RANGE, batch_size=8))
-    assert largest_log_difference(*histories[::-1]) <= TOLERANCE
+def test_losses_of_every_reduction(losses):
+    (reference, expected), (model, history) = (train_with_losses(number, losses) for number in (1, 3))
+    assert largest_difference(model, reference) <= TOLERANCE
+    assert largest_log_difference(history, expected) <= TOLERANCE
 
 
 def test_weights_that_are_zero_on_whole_replicas():
@@ -337,26 +344,26 @@ class ReturningItsLoss(tf.keras.Sequential):
     def train_step(self, data):
         x, y = data
         errors = self(x, training=True) - y
-        return {"loss": tf.reduce_mean(tf.square(errors)), "samples": tf.shape(x)[0], "sum": tf.reduce_sum(errors[:0])}
+        return {"loss": tf.reduce_mean(tf.square(errors)), "samples": tf.shape(x)[0]}
 
     def test_step(self, data):
         x, y = data
         return {"loss": tf.reduce_mean(tf.square(self(x) - y))}
 
 
-@pytest.mark.parametrize("num_samples", [20, 22, 19, 3])
-def test_scalars_that_a_step_returns_are_means_over_the_global_batch(num_samples):
+def test_scalars_that_a_step_returns_are_means_over_the_global_batch():
     """Stock Keras shows their sum over replicas: four times the loss."""
-    x, y = make_data("mlp", num_samples)
     model = stack(kind=ReturningItsLoss)
     model.compile()
     kg.distribute(model, strategy_of(4))
-    expected = np.mean(np.square(model.predict(kg.DistributedFeeder(x), verbose=0) - y))
-    feeder = kg.DistributedFeeder(x, y, batch_size=num_samples)
-    history = model.fit(feeder, verbose=0).history
-    assert history["loss"][0] == pytest.approx(expected, rel=1e-5)
-    assert history["samples"] == [num_samples]  # Counts are added up.
-    assert model.evaluate(feeder, verbose=0) == pytest.approx(expected, rel=1e-5)
+    for num_samples in (19, 22, 3):  # A small tail is the global batch of three.
+        x, y = make_data("mlp", num_samples)
+        expected = np.mean(np.square(model(x) - y))
+        feeder = kg.DistributedFeeder(x, y, batch_size=num_samples)
+        history = model.fit(feeder, verbose=0).history
+        assert history["loss"][0] == pytest.approx(expected, rel=1e-5)
+        assert history["samples"] == [num_samples]  # Counts are added up.
+        assert model.evaluate(feeder, verbose=0) == pytest.approx(expected, rel=1e-5)
 
 
 # --- Every sample once, none empty -------------------------------------------------------------------------
@@ -370,47 +377,45 @@ class Guard(layers.Layer):
         return inputs + 0 * inputs[0]
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_no_layer_ever_sees_zero_samples(num_replicas):
-    """Every remainder of batches of eight; a mean over nothing would be NaN, and stay in the weights."""
+def test_no_layer_ever_sees_zero_samples():
+    """Every remainder of batches of five; a mean over nothing would be NaN, and stay in the weights."""
     model = stack(Guard())
     model.compile(tf.keras.optimizers.SGD(0.01), lambda y, p: tf.reduce_mean(tf.square(y - p)))
-    kg.distribute(model, strategy_of(num_replicas))
-    for num_samples in range(16, 24):
+    kg.distribute(model, strategy_of(3))
+    for num_samples in range(6, 11):
         x, y = make_data("mlp", num_samples)
-        feeder = kg.DistributedFeeder(x, y, batch_size=8)
-        history = model.fit(feeder, validation_data=feeder, epochs=1, verbose=0)
-        assert np.isfinite([*history.history["loss"], *history.history["val_loss"]]).all()
-        predictions = model.predict(kg.DistributedFeeder(x, batch_size=8), verbose=0)
+        feeder = kg.DistributedFeeder(x, y, batch_size=5)
+        history = model.fit(feeder, validation_data=feeder, verbose=0).history
+        assert np.isfinite([*history["loss"], *history["val_loss"]]).all()
+        predictions = model.predict(kg.DistributedFeeder(x, batch_size=5), verbose=0)
         assert predictions.shape == (num_samples, 1)
         assert np.isfinite(predictions).all()
-    assert int(model.optimizer.iterations) == 2 + 7 * 3
+    assert model.optimizer.iterations.numpy() == 5 * 2
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3, 4])
-@pytest.mark.parametrize("num_samples", [1000, 1001, 3])
-def test_counts_add_up(num_replicas, num_samples):
-    """Every sample is one of true or false, positive or negative; so often the last one counts as well."""
-    x = np.linspace(-1, 1, num_samples, dtype="float32")[:, None]
-    y = (np.arange(num_samples) % 3 == 0).astype("float32")[:, None]
-    model = tf.keras.Sequential([layers.Dense(1, "sigmoid", kernel_initializer="ones", input_shape=(1,))])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_counts_add_up(num_replicas):
+    """Every sample is one of true or false, positive or negative, on any number of replicas."""
     counts = ["TruePositives", "FalsePositives", "TrueNegatives", "FalseNegatives"]
+    model = tf.keras.Sequential([layers.Dense(1, "sigmoid", kernel_initializer="ones", input_shape=(1,))])
     model.compile("sgd", "mse", metrics=[getattr(tf.keras.metrics, name)() for name in counts])
     kg.distribute(model, strategy_of(num_replicas))
-    feeder = kg.DistributedFeeder(x, y, batch_size=64)
-    _, *found = model.evaluate(feeder, verbose=0)
-    positive, true = x[:, 0] > 0, y[:, 0] > 0
-    assert found == [
-        (positive & true).sum(),
-        (positive & ~true).sum(),
-        (~positive & ~true).sum(),
-        (~positive & true).sum(),
-    ]
-    logs = model.fit(kg.DistributedFeeder(x, y, 0 * x[:, 0], batch_size=64), verbose=0).history
-    assert sum(sum(values) for name, values in logs.items() if name != "loss") == num_samples
+    for num_samples in (1000, 961):
+        x = np.linspace(-1, 1, num_samples, dtype="float32")[:, None]
+        y = (np.arange(num_samples) % 3 == 0).astype("float32")[:, None]
+        _, *found = model.evaluate(kg.DistributedFeeder(x, y, batch_size=64), verbose=0)
+        positive, true = x > 0, y > 0
+        assert found == [
+            (positive & true).sum(),
+            (positive & ~true).sum(),
+            (~positive & ~true).sum(),
+            (~positive & true).sum(),
+        ]
+        assert sum(found) == num_samples
 
 
 def test_evaluation_counts_the_last_sample():
+    """Also where training leaves out what does not fill a batch."""
     x, y = np.arange(21, dtype="float32")[:, None], np.zeros((21, 1), "float32")
     y[-1] = 1000.0
     model = tf.keras.Sequential([layers.Dense(1, kernel_initializer="ones", input_shape=(1,))])
@@ -448,16 +453,21 @@ def samples_fed(num_replicas, num_samples=30, epochs=2, batch_size=6, fits=1, **
     return parts
 
 
+def flat(parts):
+    return list(itertools.chain.from_iterable(parts))
+
+
 def merged(parts, num_replicas):
-    return [sum(parts[i : i + num_replicas], []) for i in range(0, len(parts), num_replicas)]
+    """The samples of each step."""
+    return [flat(parts[i : i + num_replicas]) for i in range(0, len(parts), num_replicas)]
 
 
 def test_the_order_depends_on_seed_and_epoch_only():
     orders = [merged(samples_fed(n, seed=11), n) for n in (1, 2, 3)]
-    assert orders[0] == orders[1] == orders[2]
+    assert orders[0] == orders[1] == orders[2]  # Six samples make no small tail on any of them.
     first, second = orders[0][:5], orders[0][5:]
     assert first != second
-    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(30))
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(30))
     assert merged(samples_fed(2, seed=12), 2) != orders[0]
 
 
@@ -466,7 +476,6 @@ def test_without_a_seed_every_feeder_draws_its_own():
     x = np.arange(30)
     drawn = kg.DistributedFeeder(x, x, batch_size=6)
     parts = []
-    Noting(parts).fit(drawn, verbose=0) if False else None
     model = kg.distribute(Noting(parts), strategy_of(1))
     model.fit(drawn, verbose=0)
     assert parts == samples_fed(1, epochs=1, seed=drawn.seed)  # It says which one, so a run can be repeated.
