@@ -146,6 +146,8 @@ def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
             values = [
                 value if step.counts is None else _rows_that_count(value, step) for value, step in zip(values, steps)
             ]
+            if isinstance(values[0], tf.SparseTensor):  # Keras cannot put these together.
+                return tf.sparse.concat(0, list(values))
             return internals.regroup(values) if fed.predicting else tf.concat(values, axis=0)
         if values[0].dtype.is_floating:
             values = [value * tf.cast(step.weight, value.dtype) for value, step in zip(values, steps)]
@@ -192,37 +194,63 @@ def _gradient(original: Callable) -> Callable:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
         step = _current_step()
-        if step is None or not _ends_in_an_update(tape, sources):
+        flat_sources = tf.nest.flatten(sources)
+        are_variables = [isinstance(source, tf.Variable) for source in flat_sources]
+        if step is None or not any(are_variables) or _is_inner(tape):
             return original(tape, target, sources, output_gradients, unconnected_gradients)
         targets = tf.nest.flatten(target)
         given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
-        weights = [_weight(step, one, gradient) for one, gradient in zip(targets, given)]
-        gradients = original(tape, targets, sources, weights, unconnected_gradients)
+        if all(are_variables):
+            weights = [_weight(step, one, gradient) for one, gradient in zip(targets, given)]
+            gradients = original(tape, targets, sources, weights, unconnected_gradients)
+            flat = tf.nest.flatten(gradients)
+        else:  # The gradients by inputs are the replica's own, so the others are weighed afterwards.
+            gradients = original(tape, targets, sources, output_gradients, unconnected_gradients)
+            scale = step.weight if _is_one_number(targets[0]) else step.weight * step.sum_scale
+            flat = [
+                _scaled(gradient, scale) if is_variable else gradient
+                for gradient, is_variable in zip(tf.nest.flatten(gradients), are_variables)
+            ]
         if not step.can_merge():
             step.has_local_gradients = True
-            return gradients
+            return tf.nest.pack_sequence_as(gradients, flat)
         step.has_global_gradients = True
-        summed = _sum_over_replicas(tf.nest.flatten(gradients), tf.nest.flatten(sources))
-        return tf.nest.pack_sequence_as(gradients, summed)
+        places = [place for place, is_variable in enumerate(are_variables) if is_variable]
+        summed = _sum_over_replicas([flat[place] for place in places], [flat_sources[place] for place in places])
+        for place, gradient in zip(places, summed):
+            flat[place] = gradient
+        return tf.nest.pack_sequence_as(gradients, flat)
 
     return gradient
 
 
-def _ends_in_an_update(tape: tf.GradientTape, sources: Any) -> bool:
-    """True for the gradient of a loss by variables; not for one that enters a loss, as a penalty does."""
-    if not all(isinstance(source, tf.Variable) for source in tf.nest.flatten(sources)):
-        return False
+def _is_inner(tape: tf.GradientTape) -> bool:
+    """True if another tape records this gradient, so that it enters a loss, as a penalty does."""
     if not internals.is_recording(tape):
-        return internals.no_tape_records()
+        return not internals.no_tape_records()
     with tape.stop_recording():
-        return internals.no_tape_records()
+        return not internals.no_tape_records()
+
+
+def _is_one_number(target: Any) -> bool:
+    shape = tf.convert_to_tensor(target).shape
+    return shape.rank == 0 or shape.num_elements() == 1
+
+
+def _scaled(gradient: Any, scale: Any) -> Any:
+    if gradient is None:
+        return None
+    scale = tf.cast(scale, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * scale, gradient.indices, gradient.dense_shape)
+    return gradient * scale
 
 
 def _weight(step: _ReplicaStep, target: Any, given: Any) -> Any:
     """The gradient that flows into `target`. A tensor of several losses is differentiated as their sum."""
     tensor = tf.convert_to_tensor(target)
     weight = tf.cast(step.weight, tensor.dtype)
-    if tensor.shape.rank != 0 and tensor.shape.num_elements() != 1:
+    if not _is_one_number(tensor):
         weight *= tf.cast(step.sum_scale, tensor.dtype)
     return weight * (tf.ones_like(tensor) if given is None else given)
 
@@ -259,10 +287,7 @@ def _aggregate_gradients(original: Callable) -> Callable:
         if step.has_global_gradients:
             return grads_and_vars
         # The gradient came from somewhere else than a tape, so it is weighed here.
-        weighed = [
-            (None if gradient is None else gradient * tf.cast(step.weight, gradient.dtype), variable)
-            for gradient, variable in grads_and_vars
-        ]
+        weighed = [(_scaled(gradient, step.weight), variable) for gradient, variable in grads_and_vars]
         return original(optimizer, weighed)
 
     return aggregate_gradients

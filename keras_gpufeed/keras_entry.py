@@ -134,6 +134,7 @@ def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
         _calls().pop()
         for stream in call.streams:
             stream.close()
+            stream.failure = None  # Its traceback leads back to the iterator, and so to the user's data.
 
 
 # --- Before Keras begins -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ gives one array for each component of a batch. To add a kind of array, add a cla
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 from typing import Any
@@ -246,6 +247,9 @@ def _view_of_tensor(tensor: Any) -> np.ndarray:
 
 def _make_frame_component(frame: Any, name: str) -> Any:
     first = frame.iloc[:1].to_numpy()  # What the columns have in common; the whole might be a copy.
+    columns = [frame.iloc[:1, place].to_numpy().dtype for place in range(frame.shape[1])]
+    if first.dtype.kind == "O" and all(dtype.kind in "biuf" for dtype in columns):
+        return _FrameComponent(frame, np.result_type(*columns))  # Truth values beside numbers.
     _check_array(first, name, frame)
     if first.dtype.kind in "SUO":
         array = frame.to_numpy()
@@ -330,9 +334,11 @@ def _to_structure(value: Any, name: str) -> Any:
     if isinstance(value, (dict, list, tuple)) and not value:
         raise SourceError(f"{name} is an empty {type(value).__name__}; it must hold at least one array.")
     if isinstance(value, dict):
-        return type(value)((key, _to_structure(item, f"{name}[{key!r}]")) for key, item in value.items())
+        kind = type(value) if type(value) in (dict, collections.OrderedDict) else dict
+        return kind((key, _to_structure(item, f"{name}[{key!r}]")) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(_to_structure(item, f"{name}[{place}]") for place, item in enumerate(value))
+        items = [_to_structure(item, f"{name}[{place}]") for place, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 

@@ -694,10 +694,17 @@ def test_gradients_of_variables_and_inputs_at_once():
 
 
 class Statistics(layers.Layer):
-    """Keeps a moving mean of what it sees, as a layer of the user's own might."""
+    """Keeps a moving mean of what it sees, made as the documentation says."""
 
     def build(self, input_shape):
-        self.mean = self.add_weight("mean", (), initializer="zeros", trainable=False)
+        self.mean = self.add_weight(
+            "mean",
+            (),
+            initializer="zeros",
+            trainable=False,
+            aggregation=tf.VariableAggregation.MEAN,
+            synchronization=tf.VariableSynchronization.ON_READ,
+        )
         self.calls = tf.Variable(0, trainable=False, dtype="int64")
 
     def call(self, inputs, training=None):
