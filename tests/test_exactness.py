@@ -30,19 +30,19 @@ def stack(*hidden, inputs=(4,), outputs=1, kind=tf.keras.Sequential):
 
 def mlp():
     model = stack(layers.Dense(8, "tanh"))
-    model.compile(tf.keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    model.compile(tf.keras.optimizers.SGD(0.02), "mse", metrics=["mae"])
     return model
 
 
 def l2():
     model = stack(layers.Dense(8, "tanh", kernel_regularizer="l2", activity_regularizer="l2"))
-    model.compile(tf.keras.optimizers.SGD(0.05, momentum=0.5), "mse")
+    model.compile(tf.keras.optimizers.SGD(0.02, momentum=0.5), "mse")
     return model
 
 
 def embedding():
     model = tf.keras.Sequential([layers.InputLayer((4,)), layers.Embedding(9, 3), layers.Flatten(), layers.Dense(1)])
-    model.compile(tf.keras.optimizers.SGD(0.05), "mse")
+    model.compile(tf.keras.optimizers.SGD(0.02), "mse")
     return model
 
 
@@ -55,13 +55,13 @@ def adam_clipnorm():
 
 def global_clipnorm():
     model = stack(layers.Dense(8, "tanh"))
-    model.compile(tf.keras.optimizers.SGD(0.05, global_clipnorm=0.05), "mse")
+    model.compile(tf.keras.optimizers.SGD(0.02, global_clipnorm=0.05), "mse")
     return model
 
 
 def scalar_mean_loss():
     model = stack(layers.Dense(8, "tanh"))
-    model.compile(tf.keras.optimizers.SGD(0.05), lambda y, p: tf.reduce_mean(tf.square(y - p)))
+    model.compile(tf.keras.optimizers.SGD(0.02), lambda y, p: tf.reduce_mean(tf.square(y - p)))
     return model
 
 
@@ -71,7 +71,7 @@ def two_outputs():
     outputs = {"a": layers.Dense(1, name="a")(hidden), "b": layers.Dense(1, "sigmoid", name="b")(hidden)}
     model = tf.keras.Model(inputs, outputs)
     model.compile(
-        tf.keras.optimizers.SGD(0.05),
+        tf.keras.optimizers.SGD(0.02),
         {"a": "mse", "b": "binary_crossentropy"},
         loss_weights={"a": 0.3, "b": 2.0},
         metrics={"b": ["accuracy"]},
@@ -83,7 +83,7 @@ def synchronised_batch_norm():
     # A large epsilon: with three samples a variance may be next to nothing, and rounding would be blown up.
     normalization = layers.BatchNormalization(epsilon=0.1, synchronized=True)
     model = stack(layers.Dense(8), normalization, layers.Activation("tanh"))
-    model.compile(tf.keras.optimizers.SGD(0.05), "mse")
+    model.compile(tf.keras.optimizers.SGD(0.02), "mse")
     return model
 
 
@@ -109,13 +109,13 @@ class Applying(tf.keras.Sequential):
 
 def minimize_by_hand():
     model = stack(layers.Dense(8, "tanh", kernel_regularizer="l2"), kind=Minimizing)
-    model.compile(tf.keras.optimizers.SGD(0.05))
+    model.compile(tf.keras.optimizers.SGD(0.02))
     return model
 
 
 def apply_gradients_by_hand():
     model = stack(layers.Dense(8, "tanh", kernel_regularizer="l2"), kind=Applying)
-    model.compile(tf.keras.optimizers.SGD(0.05))
+    model.compile(tf.keras.optimizers.SGD(0.02))
     return model
 
 
