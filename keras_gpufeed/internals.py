@@ -165,7 +165,7 @@ class FedElement:
 
     Args:
         data: Per-replica structure, as `train_step` is to get it.
-        shares: Per-replica float32 of shape (3,): weight of the replica's means, scale of its sums, and 1 if
+        shares: Per-replica float64 of shape (3,): weight of the replica's means, scale of its sums, and 1 if
             its samples count (0 on the replicas of a small tail that repeat them). None if all steps are even.
         predicting: True if what the step returns are rows to concatenate.
         small_tails: True if a step may have fewer samples than replicas.

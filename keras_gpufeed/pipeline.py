@@ -38,7 +38,7 @@ def _cut(num_samples: int, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
         )
         for replica, (share, size) in enumerate(zip(split.shares, split.sizes))
     ]
-    return np.array(split.parts, np.int64), np.array(shares, np.float32)
+    return np.array(split.parts, np.int64), np.array(shares, np.float64)
 
 
 class Pipeline(internals.DistributedDataset):
@@ -138,7 +138,7 @@ class _Graph:
 
     def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
         specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
-        dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float32]
+        dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float64]
         read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs)
         *arrays, parts, shares = tf.numpy_function(read, [stream_id, step], dtypes)
         for array, spec in zip(arrays, specs):
@@ -203,7 +203,7 @@ def _read_stream(
     batch = None if stream is None else stream.read(int(step))
     if batch is None:
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
-        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float32)]
+        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64)]
     num_samples, arrays = batch
     return [*arrays, *_cut(num_samples, num_replicas)]
 
