@@ -35,7 +35,9 @@ class _ReplicaStep:
 
     def __init__(self, shares: Any, small_tails: bool, num_replicas: int) -> None:
         if shares is None:
-            self.weight, self.sum_scale, self.counts = 1.0 / num_replicas, float(num_replicas), None
+            # Double, as shares are: `tf.cast` of a Python number goes through single precision.
+            self.weight = tf.constant(1.0 / num_replicas, tf.float64)
+            self.sum_scale, self.counts = tf.constant(num_replicas, tf.float64), None
         else:
             self.weight, self.sum_scale = shares[0], shares[1]
             self.counts = shares[2] > 0 if small_tails else None

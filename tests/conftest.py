@@ -21,6 +21,6 @@ def same_start():
     """Gives every test the same seeds and leaves no graphs to the next one."""
     tf.keras.utils.set_random_seed(1)
     yield
-    tf.keras.mixed_precision.set_global_policy("float32")
+    tf.keras.mixed_precision.set_global_policy(None)  # That of floatx; named, it would outlast a change of it.
     tf.keras.backend.clear_session()
     gc.collect()
