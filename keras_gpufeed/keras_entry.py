@@ -468,9 +468,10 @@ class FeedAdapter(internals.DataAdapter):
     def open_stream(self) -> Any:
         """The stream for a new iterator."""
         (epoch, step), shuffle = self._first, self._training and self._shuffle
+        if self._stream is not None:  # That of the last validation: its buffers are to go.
+            self._stream.close()
+            self._call.streams.remove(self._stream)
         if self.is_streaming:
-            if self._stream is not None:
-                self._stream.close()
             self._stream = self._feeder._batch_stream(
                 self._training, shuffle, (epoch, self._epochs), step, self._fixed_steps
             )
