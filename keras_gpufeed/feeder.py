@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from . import internals
 from . import strategy as strategies
-from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, WorkerSettings, make_batch_source
+from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, WorkerSettings, make_batch_source, takes
 from .errors import SourceError
 from .pipeline import Pipeline
 from .plan import BatchPlan, split_batch
@@ -57,7 +57,10 @@ class DistributedFeeder:
         steps_per_epoch: Steps of an epoch of `fit`, if not one pass over the data. The next epoch goes on
             where the last one stopped.
         transform: A TensorFlow function applied to each global batch on the host, called as `Dataset.map` calls
-            one: with x, y and sample_weight as far as they were given. It keeps the number of samples.
+            one: with x, y and sample_weight as far as they were given. It keeps the number of samples. If it
+            has an argument `seed`, it also gets an int32 tensor of shape `(batch, 2)`: a seed for each sample,
+            for `tf.random.stateless_*`, that depends on (seed, epoch, sample) alone, so that augmentation is
+            the same on any number of replicas and workers.
         workers: Processes that make the batches: of a Sequence, of an object that gives samples by number (each
             batch made once, in order), or of a generator function that takes `worker_id` and `num_workers` and
             gives its part; any other generator function runs in one. 0: a thread of this process. NumPy's and
@@ -68,6 +71,8 @@ class DistributedFeeder:
         stall_seconds: A worker that gives nothing for so long is reported by a warning with its traceback.
         stall_limit_seconds: A worker that gives nothing for so long ends training with `WorkerError`.
         prefetch: Global batches prepared ahead of the step, at least 0.
+        padding_value: Fills up samples of unequal length (lists of lists, arrays of sequences) at their end, to
+            the longest of each global batch. None refuses such samples.
         element_spec: The type of a batch of a source, as nested `tf.TensorSpec`; None learns it from the first
             two batches, in which an axis that changes may change later on.
 
@@ -107,6 +112,7 @@ class DistributedFeeder:
         prefetch: int = 2,
         batched: bool = True,
         element_spec: Any = None,
+        padding_value: float | None = None,
         start_method: str | None = None,
         stall_seconds: float = 60.0,
         stall_limit_seconds: float | None = None,
@@ -124,6 +130,10 @@ class DistributedFeeder:
         if transform is not None and not callable(transform):
             raise SourceError(f"transform must be a function of (x, y). Received a {type(transform).__name__}.")
         self.transform = transform
+        if isinstance(padding_value, bool) or not isinstance(padding_value, (int, float, np.number, type(None))):
+            raise SourceError(
+                f"padding_value must be a number. Received {padding_value!r} of type {type(padding_value).__name__}."
+            )
         _refuse_nested_feeders(x, y, sample_weight)
         num_workers = _integer("workers", workers, least=0)
         if start_method not in (None, "spawn", "fork"):
@@ -143,7 +153,7 @@ class DistributedFeeder:
                     f"batched and element_spec are for sources of batches. Received a {type(x).__name__}, whose "
                     "samples lie along its first axis. Leave both out."
                 )
-            self.source: Any = ArraySource(x, y, sample_weight)
+            self.source: Any = ArraySource(x, y, sample_weight, padding_value)
             batch_size = batch_size or DEFAULT_BATCH_SIZE
         else:
             if y is not None or sample_weight is not None:
@@ -155,7 +165,7 @@ class DistributedFeeder:
             if batch_source.num_samples is not None or not batched:
                 batch_size = batch_size or DEFAULT_BATCH_SIZE
         self.batch_size: Any = batch_size
-        self.element_spec = element_spec
+        self.element_spec, self.padding_value = element_spec, padding_value
         self._setup()
 
     def _setup(self) -> None:
@@ -268,7 +278,8 @@ class DistributedFeeder:
         if key not in self._pipelines:
             plan = self._plan_for(internals.num_replicas(strategy), key[1])
             transforms = (self.transform,) if self.transform else ()
-            self._pipelines[key] = Pipeline(plan, strategy, transforms, predicting)
+            seed = self.seed if self.transform and takes(self.transform, "seed") else None
+            self._pipelines[key] = Pipeline(plan, strategy, transforms, predicting, seed)
         return self._pipelines[key]
 
     def _sample_stream(self, pipeline: Pipeline, shuffle: bool, first_step: int, num_steps: int) -> SampleStream:
@@ -297,7 +308,9 @@ class DistributedFeeder:
         """
         seed = self.seed if shuffle and self.shuffle else None
         source = self.source if training else self.source.keeping_remainder()
-        return BatchStream(source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec)
+        return BatchStream(
+            source, seed, epochs, start, steps_per_epoch, self.prefetch, self.element_spec, self.padding_value
+        )
 
     def _warn_of_idle_devices(self, num_replicas: int) -> None:
         """Says once if batches are too small to occupy every replica.

@@ -21,6 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from . import internals
+from .batch_sources import takes
+from .order import sample_seeds
 from .plan import BatchPlan, split_batch
 
 _stream_ids = itertools.count()
@@ -49,22 +51,24 @@ class Pipeline(internals.DistributedDataset):
         strategy: Where batches go.
         transforms: Functions on `(x, y, sample_weight)` of a global batch, applied in order.
         predicting: True if batches are for `predict`.
+        seed: For the seeds of the samples, which a transform with an argument `seed` is given; None if none is.
     """
 
     def __init__(
         self,
         plan: BatchPlan,
         strategy: tf.distribute.Strategy,
-        transforms: tuple[Callable, ...] = (),
-        predicting: bool = False,
+        transforms: tuple[Callable, ...],
+        predicting: bool,
+        seed: int | None,
     ) -> None:
         self.plan, self.strategy = plan, strategy
-        self._transforms, self._predicting = transforms, predicting
+        self._transforms, self._predicting, self._seed = transforms, predicting, seed
         self._graphs: list[_Graph] = []
 
     def with_transform(self, function: Callable) -> Pipeline:
         """The same steps with `function` applied to each global batch."""
-        return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting)
+        return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting, self._seed)
 
     def iterate(self, stream: Any) -> Iterator:
         """Starts reading.
@@ -99,7 +103,7 @@ class Pipeline(internals.DistributedDataset):
         for graph in self._graphs:
             if _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms)
+        graph = _Graph(spec, self.plan, self._transforms, self._seed)
         self._graphs.append(graph)
         return graph
 
@@ -107,8 +111,8 @@ class Pipeline(internals.DistributedDataset):
 class _Graph:
     """The traced `tf.data` graph, with the stream's number as its input."""
 
-    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...]) -> None:
-        self.batch_spec, self._plan, self._transforms = batch_spec, plan, transforms
+    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], seed: int | None) -> None:
+        self.batch_spec, self._plan, self._transforms, self._seed = batch_spec, plan, transforms, seed
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
         self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
@@ -120,7 +124,7 @@ class _Graph:
 
     def _trace(self, stream_id: tf.Tensor) -> tf.Tensor:
         dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
-        dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
+        dataset = dataset.take_while(lambda data, parts, *_: parts[0, 1] > 0)
         for transform in self._transforms:
             dataset = dataset.map(functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
@@ -139,15 +143,20 @@ class _Graph:
     def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
         specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
         dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float64]
-        read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs)
-        *arrays, parts, shares = tf.numpy_function(read, [stream_id, step], dtypes)
+        if self._seed is not None:
+            dtypes.append(tf.int32)
+        read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs, seed=self._seed)
+        tensors = tf.numpy_function(read, [stream_id, step], dtypes)
+        arrays, (parts, shares, *seeds) = tensors[: len(specs)], tensors[len(specs) :]
         for array, spec in zip(arrays, specs):
             array.set_shape(spec.shape)
         parts.set_shape((self._plan.num_replicas, 2))
         shares.set_shape((self._plan.num_replicas, 3))
-        return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares
+        for seed in seeds:
+            seed.set_shape((None, 2))
+        return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares, *seeds
 
-    def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tf.data.Dataset:
+    def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
         def part(replica: tf.Tensor) -> tuple:
             start, stop = parts[replica, 0], parts[replica, 1]
             sliced = _as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
@@ -175,8 +184,8 @@ def _as_keras_does(data: tuple) -> Any:
     return data[0] if len(data) == 1 and not isinstance(data[0], tuple) else data
 
 
-def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tuple:
-    transformed = transform(*data)
+def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *seeds: tf.Tensor) -> tuple:
+    transformed = transform(*data, seed=seeds[0]) if takes(transform, "seed") else transform(*data)
     if not isinstance(transformed, tuple):
         transformed = (transformed,)
     for component in tf.nest.flatten(transformed):
@@ -185,7 +194,7 @@ def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor
             _num_samples(tf.nest.flatten(data)[0]),
             "A transform must keep the number of samples of a batch along the first axis.",
         )
-    return transformed, parts, shares
+    return transformed, parts, shares, *seeds
 
 
 def _admits(spec: Any, other: Any) -> bool:
@@ -197,15 +206,16 @@ def _admits(spec: Any, other: Any) -> bool:
 
 
 def _read_stream(
-    stream_id: np.ndarray, step: np.ndarray, *, num_replicas: int, specs: list[tf.TensorSpec]
+    stream_id: np.ndarray, step: np.ndarray, *, num_replicas: int, specs: list[tf.TensorSpec], seed: int | None
 ) -> list[np.ndarray]:
     stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
     batch = None if stream is None else stream.read(int(step))
     if batch is None:
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
-        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64)]
-    num_samples, arrays = batch
-    return [*arrays, *_cut(num_samples, num_replicas)]
+        seeds = [] if seed is None else [np.zeros((0, 2), np.int32)]
+        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64), *seeds]
+    seeds = [] if seed is None else [sample_seeds(seed, batch.epoch, batch.samples)]
+    return [*batch.arrays, *_cut(batch.num_samples, num_replicas), *seeds]
 
 
 def _host_dtype(spec: tf.TensorSpec) -> Any:

@@ -4,14 +4,14 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `read(step)` (None after the end), `failure` and `close()`.
+A stream offers `element_spec`, `read(step)` (a `Batch`, or None after the end), `failure` and `close()`.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
@@ -20,10 +20,25 @@ from .batch_sources import BatchCaster
 from .errors import SourceError
 from .order import EpochOrder
 from .plan import BatchPlan
-from .sources import as_batch_structure
 
 _NUM_BATCHES_TO_LEARN_FROM = 2
 _JOIN_SECONDS = 5.0  # How long `close` waits for the user's code to give its current batch.
+
+
+class Batch(NamedTuple):
+    """One global batch.
+
+    Args:
+        num_samples: Samples in it.
+        arrays: Its arrays, in the order of `tf.nest.flatten(..., expand_composites=True)`.
+        epoch: The pass it belongs to.
+        samples: The numbers of its samples, of shape `(num_samples,)`: different for all samples of a pass.
+    """
+
+    num_samples: int
+    arrays: list
+    epoch: int
+    samples: np.ndarray
 
 
 class Failure:
@@ -66,8 +81,8 @@ class SampleStream:
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, step: int) -> tuple[int, list[np.ndarray]] | None:
-        """The number of samples and the arrays of the global batch of a step, or None after the last.
+    def read(self, step: int) -> Batch | None:
+        """The global batch of a step, or None after the last.
 
         Args:
             step: Step of the stream, from 0.
@@ -79,7 +94,10 @@ class SampleStream:
         try:
             epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
-            return stop - start, self._source.read(self._samples(epoch, start, stop))
+            samples = self._samples(epoch, start, stop)
+            arrays = self._source.read(samples)
+            numbers = np.arange(start, stop) if self._seed is None else samples
+            return Batch(stop - start, arrays, epoch, numbers)
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
@@ -106,6 +124,7 @@ class BatchStream:
         steps_per_epoch: Steps of an epoch, if not one pass; then passes follow each other without regard to epochs.
         prefetch: How many batches may wait.
         element_spec: The type of a batch, if the user gave it.
+        padding_value: Fills up samples of unequal length; None refuses them.
     """
 
     def __init__(
@@ -116,7 +135,8 @@ class BatchStream:
         start: int,
         steps_per_epoch: int | None,
         prefetch: int,
-        element_spec: Any = None,
+        element_spec: Any,
+        padding_value: float | None,
     ) -> None:
         self.failure: Failure | None = None
         self._source, self._seed, self._epochs, self._start = source, seed, epochs, start
@@ -124,9 +144,10 @@ class BatchStream:
         self._limit: int | None = None
         if steps_per_epoch is not None:
             self._limit = (epochs[1] - epochs[0]) * steps_per_epoch - start
-        self._caster = BatchCaster(element_spec, source.lends_memory)
+        self._caster = BatchCaster(element_spec, source.lends_memory, padding_value)
         self._capacity = max(prefetch, 1)
         self._first: list = []  # Batches from which the type of all is learned.
+        self._place = (0, 0)  # Epoch and number in it of the next batch to be queued.
         self._waiting: collections.deque = collections.deque()
         self._changed = threading.Condition()
         self._num_given = 0  # Batches that the source has given,
@@ -148,8 +169,8 @@ class BatchStream:
                 raise SourceError("There is nothing to feed: the source gave no batch.")
             return self._caster.element_spec
 
-    def read(self, step: int) -> tuple[int, list[np.ndarray]] | None:
-        """The number of samples and the arrays of the next global batch, or None after the last.
+    def read(self, step: int) -> Batch | None:
+        """The next global batch, or None after the last.
 
         Args:
             step: Step of the stream, from 0; batches come in this order.
@@ -160,7 +181,7 @@ class BatchStream:
                 return None  # A failure is raised by `num_ready`, in the user's thread.
             batch = self._waiting.popleft()
             self._changed.notify_all()
-            return len(batch[0]), batch
+            return batch
 
     def num_ready(self, epoch: int, done: int, wanted: int) -> int:
         """How many more steps of an epoch there are, up to `wanted`; waits until it is known.
@@ -233,6 +254,7 @@ class BatchStream:
         while self._wants_pass(epoch):
             num_before = self._num_given
             batches = self._source.batches(epoch, self._seed, start)
+            self._place = (epoch, start)
             try:
                 for batch in batches:
                     if not self._offer(batch):
@@ -266,8 +288,7 @@ class BatchStream:
     def _offer(self, batch: Any) -> bool:
         """Takes a batch in; False if no more are wanted."""
         if self._caster.element_spec is None:
-            # The user's code may fill the same arrays again.
-            self._first.append(tf.nest.map_structure(np.array, as_batch_structure(batch)))
+            self._first.append(self._caster.hold(batch))
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
@@ -290,9 +311,13 @@ class BatchStream:
             for number, batch in enumerate(first):
                 self._queue(self._caster.cast(batch, number))
 
-    def _queue(self, batch: list[np.ndarray]) -> None:
+    def _queue(self, batch: tuple[int, list[np.ndarray]]) -> None:
+        (num_samples, arrays), (epoch, number) = batch, self._place
+        self._place = epoch, number + 1
+        # Where a batch begins among the samples is not known in a resumed run, so its number comes first.
+        samples = (np.int64(number) << np.int64(32)) + np.arange(num_samples)
         with self._changed:
-            self._waiting.append(batch)
+            self._waiting.append(Batch(num_samples, arrays, epoch, samples))
             self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)

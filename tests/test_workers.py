@@ -919,7 +919,7 @@ def test_nothing_is_left_of_a_program(tmp_path, ending):
     else:
         assert errors == ""
     wait_until(lambda: not any(map(is_alive, pids)))
-    assert set(os.listdir("/dev/shm")) == files
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= files)  # Other programs have theirs there for a while.
 
 
 def test_workers_leave_with_the_parent_though_a_copy_of_it_lives(tmp_path):
