@@ -938,6 +938,7 @@ def test_workers_leave_with_the_parent_though_a_copy_of_it_lives(tmp_path):
 def test_ctrl_c_is_for_the_parent(tmp_path, start_method):
     program = run_program(
         tmp_path,
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # A shell's background jobs ignore it.
         f"pool, items = start(busy=True, start_method={start_method!r})\n"
         "try:\n    next(items)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
         "pool.update(Source(busy=False))\nassert next(pool.map([(0, 7)]))[1] == 7\nprint('went on')",
