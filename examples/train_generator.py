@@ -26,7 +26,7 @@ class Digits:
         header, pixels = path.read_bytes().split(b"\n15\n", 1)  # A portable graymap of up to 15.
         width, height = map(int, header.split()[1:])
         image = np.frombuffer(pixels, np.uint8).reshape(height, width, 1)
-        shift = np.random.randint(-1, 2, 2)  # Seeded by (seed, epoch, batch), on any number of workers.
+        shift = np.random.randint(-1, 2, 2)  # noqa: NPY002  Seeded by (seed, epoch, batch).
         return np.roll(image, shift, (0, 1)).astype("float32") / 15, int(path.stem.split("_")[1])
 
 
