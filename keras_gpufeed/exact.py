@@ -68,6 +68,7 @@ def _current_step() -> _ReplicaStep | None:
 def install() -> None:
     """Takes its places in TensorFlow and Keras; without a fed step on the thread each does nothing."""
     internals.attach("run", _run)
+    internals.attach("call_function", _call_function)
     internals.attach("num_replicas_in_sync", _num_replicas_in_sync)
     internals.attach("gradient", _gradient)
     internals.attach("aggregate_gradients", _aggregate_gradients)
@@ -175,6 +176,25 @@ def _rows_that_count(value: Any, step: _ReplicaStep) -> Any:
         return tf.sparse.slice(value, tf.zeros_like(counted), counted)
     num_rows = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
     return value[: num_rows * tf.cast(step.counts, num_rows.dtype)]
+
+
+def _call_function(original: Callable) -> Callable:
+    """A `tf.function` of the user's becomes part of the step.
+
+    On its own it would keep the shares of the step that traced it, and replicas cannot meet in it.
+    """
+
+    def call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python_function = None if _current_step() is None else internals.python_of(function)
+        if python_function is None:
+            return original(function, *args, **kwargs)
+        return tf.nest.map_structure(_as_tensor, python_function(*args, **kwargs))
+
+    return call_function
+
+
+def _as_tensor(output: Any) -> Any:
+    return output if output is None or tf.is_tensor(output) else tf.convert_to_tensor(output)
 
 
 def _num_replicas_in_sync(original: Callable) -> Callable:

@@ -32,6 +32,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import cross_device_utils, distribute_lib, distribute_utils, values
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
 from tensorflow.python.framework import composite_tensor, type_spec
 from tensorflow.python.types import distribute as distribute_types
 
@@ -52,6 +53,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "steps": (data_adapter.DataHandler, "steps"),
     # A step's shares travel beside its data and must be known inside the replicas.
     "run": (distribute_lib.StrategyBase, "run"),
+    # A `tf.function` that is called inside a step takes up the step's shares when it is traced.
+    "call_function": (polymorphic_function.Function, "__call__"),
     # Losses divide by it, because they assume even replicas; inside a step that is weighed here it reads 1.
     "num_replicas_in_sync": (distribute_lib.StrategyBase, "num_replicas_in_sync"),
     # The gradient is where a replica's loss is weighed: before layers that talk across replicas.
@@ -320,6 +323,22 @@ def convert_for_graph(function: Callable) -> Callable:
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
+def python_of(function: Any) -> Callable | None:
+    """What a `tf.function` would trace; None for the functions of Keras and TensorFlow.
+
+    Keras chooses the kernel of a recurrent layer by such a function, and a SavedModel is made of them.
+
+    Args:
+        function: The `tf.function`.
+    """
+    python_function = function.python_function
+    if (getattr(python_function, "__module__", None) or "").partition(".")[0] in ("keras", "tensorflow"):
+        return None
+    if not function._autograph:
+        return python_function
+    return autograph_util.py_func_from_autograph(python_function, function._experimental_autograph_options)
+
+
 def no_tape_records() -> bool:
     """True if no `GradientTape` of this thread is recording."""
     return pywrap_tfe.TFE_Py_TapeSetIsEmpty()
@@ -353,19 +372,28 @@ def unwrap_autocast(variable: tf.Variable) -> tf.Variable:
     return variable._variable if isinstance(variable, autocast_variable.AutoCastVariable) else variable
 
 
-def become_distributed(variable: tf.Variable, replacement: tf.Variable) -> None:
+def become(variable: tf.Variable, replacement: tf.Variable) -> None:
     """Turns `variable`, the object, into what `replacement` is.
 
-    Whoever holds the object (layers, optimizer slots, closures of regularisers) then holds the distributed
-    variable. Its unique id stays, because optimizers find their slots by it, and the components' references
-    to their container are pointed at it.
+    Whoever holds the object (layers, optimizer slots, closures of regularisers) then holds the replacement.
+    Its unique id stays, because optimizers find their slots by it. The first component keeps the memory, if
+    it is on the right device: a `tf.function` of the user's that was traced before reads it by its handle.
+
+    Args:
+        variable: An ordinary variable.
+        replacement: A variable of the same value made under a strategy: distributed, or an ordinary one on the
+            device of a OneDeviceStrategy.
     """
-    unique_id = variable._unique_id
+    unique_id, handle = variable._unique_id, variable.handle
+    primary = replacement._primary if is_distributed(replacement) else replacement
+    if handle.device == primary.handle.device:
+        primary._handle = handle
+    primary._unique_id = unique_id
     variable.__class__ = type(replacement)
     variable.__dict__ = replacement.__dict__
-    variable._primary._unique_id = unique_id
-    for component in variable.values:
-        component.handle._distributed_container = weakref.ref(variable)
+    if is_distributed(variable):  # Components refer to their container.
+        for component in variable.values:
+            component.handle._distributed_container = weakref.ref(variable)
 
 
 def refresh_autocast(wrapper: tf.Variable) -> None:
