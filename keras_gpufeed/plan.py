@@ -216,6 +216,8 @@ class BatchPlan:
                 f"with {size}, every replica computes the whole batch and one counts it: "
                 f"use a batch_size of at least {num_replicas}",
             )
+        if self.num_samples is not None and self.num_samples < size:
+            return (f"one step holds all {self.num_samples} samples: a smaller batch_size makes more steps of them",)
         per_replica, extra = divmod(size, num_replicas)
         advice = []
         if extra:
@@ -244,7 +246,7 @@ class BatchPlan:
             rows.append(("left out", f"{_count(left_out, 'sample')} (drop_remainder)" if left_out else "nothing"))
         elif self.global_batch_size is not None:
             rows.append(("a full step", _describe(split_batch(self.global_batch_size, self.num_replicas))))
-        if self.bytes_in_flight is not None:
+        if self.bytes_in_flight is not None and self.device_bytes_in_flight is not None:
             on_host, on_device = _readable_bytes(self.bytes_in_flight), _readable_bytes(self.device_bytes_in_flight)
             rows.append(
                 ("bytes in flight", f"{on_host} on the host ({self.prefetch} global batches ahead and one in use)")

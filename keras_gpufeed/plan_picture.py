@@ -31,14 +31,14 @@ def draw_plan(plan: BatchPlan, path: str) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
         raise FeedError(
             "Pictures are drawn by Matplotlib, which is not installed: pip install keras-gpufeed[report]"
         ) from None
     steps = _kinds_of_steps(plan)
     height = 1.1 + len(steps) * (1.0 + _INCHES_PER_REPLICA * min(plan.num_replicas, _MOST_LABELS))
-    figure = Figure(figsize=(11, height), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.06, hspace=0.06)
+    figure = Figure(figsize=(11, height), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.06))
     figure.suptitle(str(plan).partition("\n")[0], fontsize=13, color=_TEXT)
     labelled = range(0, plan.num_replicas, -(-plan.num_replicas // _MOST_LABELS))
     all_axes = figure.subplots(len(steps), 2, squeeze=False, sharey=True)
