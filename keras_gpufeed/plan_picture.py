@@ -1,6 +1,6 @@
 """Draws a plan: who gets which samples of a step, here and in stock Keras.
 
-Flow:   errors -> stock -> plan -> [plan_picture] -> ... -> __main__
+Flow:   errors -> stock -> plan -> [plan_picture] -> order -> ...
 Owns:   the picture.
 Leaves: every number in it (plan). Matplotlib is imported when a picture is drawn, and only then.
 """
