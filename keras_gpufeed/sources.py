@@ -350,7 +350,13 @@ def as_batch_structure(batch: Any) -> tuple:
         )
     while len(parts) > 1 and parts[-1] is None:
         parts = parts[:-1]
-    return tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
+    structure = tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
+    if any(part is None for part in tf.nest.flatten(structure)):
+        raise SourceError(
+            "A batch is None, or holds None where an array of samples is expected. Every batch must be x, (x,), (x, y) "
+            "or (x, y, sample_weight); a generator ends with `return`, not with `yield None`."
+        )
+    return structure
 
 
 def _to_structure(value: Any, name: str) -> Any:
