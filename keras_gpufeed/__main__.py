@@ -4,7 +4,8 @@ Flow:   ... -> doctor -> demo -> [__main__]
 Owns:   commands and their arguments.
 Leaves: doing them (demo, doctor, plan, plan_picture).
 
-Only commands that need TensorFlow import it.
+Only commands that need TensorFlow import it: under `python -m` the package does so when it is asked for a public name
+(`from . import DistributedFeeder`), which is also when it takes its places in Keras.
 """
 
 from __future__ import annotations
