@@ -481,19 +481,19 @@ class BatchCaster:
                 specs = [_join(spec, self._spec_of(leaf)) for spec, leaf in zip(specs, leaves)]
         self.element_spec = tf.nest.pack_sequence_as(first, specs)
 
-    def cast(self, batch: Any, number: int) -> tuple[int, Batch]:
+    def cast(self, batch: Any, name: str) -> tuple[int, Batch]:
         """The number of samples of a batch, and its arrays, aligned and of the right type.
 
         Args:
             batch: As the user's code gave it.
-            number: Its number in the pass, for messages.
+            name: What to call it in messages, such as "Batch 3 of epoch 0".
         """
         structure = as_batch_structure(batch)
         try:
             tf.nest.assert_same_structure(self.element_spec, structure)
         except (TypeError, ValueError):
             raise SourceError(
-                f"Batch {number} does not have the structure of the first one. Received "
+                f"{name} does not have the structure of the first one. Received "
                 f"{_describe(structure)}, expected {_describe(self.element_spec)}. "
                 "Every batch must be x, (x,), (x, y) or (x, y, sample_weight) with the same nesting."
             ) from None
@@ -503,11 +503,11 @@ class BatchCaster:
         lengths = set()
         for leaf, spec, pool in zip(map(_as_leaf, leaves), specs, self._pools):
             if isinstance(leaf, np.ndarray) and isinstance(spec, tf.TensorSpec):
-                arrays.append(self._cast_one(leaf, spec, pool, number))
+                arrays.append(self._cast_one(leaf, spec, pool, name))
                 lengths.add(len(arrays[-1]))
             elif isinstance(leaf, np.ndarray) or not spec.is_compatible_with(leaf):
                 raise SourceError(
-                    f"Batch {number} (counted from 0) does not fit the first ones. Received {_describe(leaf)}, "
+                    f"{name} does not fit the first ones. Received {_describe(leaf)}, "
                     f"expected {_describe(spec)}. Give batches of one kind, or pass element_spec=."
                 )
             else:
@@ -515,15 +515,15 @@ class BatchCaster:
                 lengths.add(num_samples_of(leaf))
         if len(lengths) > 1:
             raise SourceError(
-                f"The arrays of batch {number} must have the same number of samples along their first axis. "
+                f"{name} has arrays that differ along their first axis; all must have the same number of samples. "
                 f"Received {_describe(structure)}."
             )
         if lengths == {0}:
-            raise SourceError(f"Batch {number} holds no sample. Leave out batches that a filter has emptied.")
+            raise SourceError(f"{name} holds no sample. Leave out batches that a filter has emptied.")
         return lengths.pop(), arrays
 
-    def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, number: int) -> np.ndarray:
-        array = self._padded(array, f"batch {number}")
+    def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, name: str) -> np.ndarray:
+        array = self._padded(array, name)
         strings = array.dtype.kind in "SUO"
         if (
             array.ndim == 0
@@ -532,7 +532,7 @@ class BatchCaster:
             or (not strings and not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"))
         ):
             raise SourceError(
-                f"Batch {number} (counted from 0) does not fit the first ones. Received an array of shape "
+                f"{name} does not fit the first ones. Received an array of shape "
                 f"{array.shape} and dtype {array.dtype}, expected shape {tuple(spec.shape)} and dtype "
                 f"{spec.dtype.name}. Pass "
                 "element_spec=, with None for every axis that may change, for example "
@@ -558,8 +558,8 @@ class BatchCaster:
             return make_padded_component(leaf, "a batch", self._padding_value).spec
         if leaf.ndim == 0:
             raise SourceError(
-                "A batch holds a single number where an array of samples is expected. If the generator yields "
-                "single samples, pass batched=False."
+                f"A batch holds a single value ({leaf.dtype}) where an array of samples is expected. If the generator "
+                "yields single samples, pass batched=False."
             )
         dtype = tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(fed_dtype(leaf.dtype))
         return tf.TensorSpec((None, *leaf.shape[1:]), dtype)

@@ -7,6 +7,7 @@ Leaves: how Keras is entered (keras_entry), everything upstream.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import secrets
@@ -21,7 +22,7 @@ from . import strategy as strategies
 from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, WorkerSettings, make_batch_source, takes
 from .errors import SourceError
 from .pipeline import Pipeline
-from .plan import BatchPlan, split_batch
+from .plan import BatchPlan, split_batch, strategy_name
 from .sources import ArraySource, SampleRange
 from .streams import BatchStream, SampleStream
 
@@ -235,10 +236,11 @@ class DistributedFeeder:
         """How one pass over the data is cut into steps, and each step into replicas.
 
         Args:
-            num_replicas: Replicas to plan for; None for the devices that `get_strategy` would use.
+            num_replicas: Replicas to plan for; None for the devices that `get_strategy` would use, which the plan
+                then names.
 
         Returns:
-            The plan; `print` shows it.
+            The plan; `print` shows it, and so does a notebook.
 
         Example:
             >>> import keras_gpufeed as kg
@@ -246,15 +248,23 @@ class DistributedFeeder:
             >>> feeder = kg.DistributedFeeder(np.zeros((1030, 784), "float32"), batch_size=256)
             >>> print(feeder.plan(num_replicas=4))
             1030 samples in 5 steps of 256 on 4 replicas
+              strategy        MirroredStrategy
               a full step     64 + 64 + 64 + 64 samples
               the last step   2 + 2 + 1 + 1 samples
               shares          uneven steps weigh each replica by its samples: 1.33, 1.33, 0.667, 0.667
               left out        nothing
               bytes in flight 2.41 MB on the host (2 global batches ahead and one in use)
+                              401 KB on each device (one batch waiting and one in use)
+              stock Keras     the last step 2 + 2 + 2 + 0 samples: replica 3 gets no sample; each
+                              counts 0.75 times in the gradient
+              batch size      256 keeps all replicas equally busy
         """
+        devices: tuple[str, ...] = ()
         if num_replicas is None:
-            num_replicas = strategies.num_visible_devices()
-        return self._plan_for(_integer("num_replicas", num_replicas, least=1), drop_remainder=self.drop_remainder)
+            devices = strategies.visible_device_names()
+            num_replicas = len(devices)
+        plan = self._plan_for(_integer("num_replicas", num_replicas, least=1), drop_remainder=self.drop_remainder)
+        return dataclasses.replace(plan, devices=devices, strategy=strategy_name(num_replicas))
 
     def _plan_for(self, num_replicas: int, drop_remainder: bool) -> BatchPlan:
         return BatchPlan(

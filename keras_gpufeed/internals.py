@@ -33,7 +33,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import cross_device_utils, distribute_lib, distribute_utils, values
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
-from tensorflow.python.framework import composite_tensor, type_spec
+from tensorflow.python.framework import composite_tensor, kernels, type_spec
 from tensorflow.python.types import distribute as distribute_types
 
 Wrapper = Callable[[Callable], Callable]
@@ -305,6 +305,12 @@ def give_own_collective_keys(strategy: tf.distribute.Strategy, first_key: int) -
             operations._canonicalize_devices,
         )
         strategy.extended._collective_keys = keys
+
+
+def has_nccl() -> bool:
+    """True if TensorFlow was built with NCCL, which it can be asked for in no public way."""
+    registered = kernels.get_registered_kernels_for_op("NcclAllReduce")
+    return any(kernel.device_type == "GPU" for kernel in registered.kernel)
 
 
 def devices_are_up() -> bool:

@@ -318,8 +318,8 @@ def _check_strings(array: np.ndarray, name: str) -> None:
         if not isinstance(item, (str, bytes)):
             raise SourceError(
                 f"{name} has dtype object, and an element that is no string: number {place} is a "
-                f"{type(item).__name__}. Numbers need a numeric dtype ({name}.astype('float32')); samples of "
-                "unequal lengths must be padded; missing values must be filled."
+                f"{type(item).__name__}. Numbers need a numeric dtype ({name}.astype('float32')); "
+                "missing values must be filled."
             )
 
 
@@ -350,7 +350,13 @@ def as_batch_structure(batch: Any) -> tuple:
         )
     while len(parts) > 1 and parts[-1] is None:
         parts = parts[:-1]
-    return tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
+    structure = tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
+    if any(part is None for part in tf.nest.flatten(structure)):
+        raise SourceError(
+            "A batch is None, or holds None where an array of samples is expected. Every batch must be x, (x,), (x, y) "
+            "or (x, y, sample_weight); a generator ends with `return`, not with `yield None`."
+        )
+    return structure
 
 
 def _to_structure(value: Any, name: str) -> Any:

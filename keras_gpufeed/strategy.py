@@ -92,9 +92,15 @@ def use_virtual_devices_of_environment() -> None:
 
 def num_visible_devices() -> int:
     """How many devices `get_strategy` would use, without starting them."""
+    return len(visible_device_names())
+
+
+def visible_device_names() -> tuple[str, ...]:
+    """The devices that `get_strategy` would use, such as ("GPU:0", "GPU:1"), without starting them."""
     gpus = tf.config.list_physical_devices("GPU")
     physical = gpus or tf.config.list_physical_devices("CPU")
-    return sum(len(tf.config.get_logical_device_configuration(device) or [device]) for device in physical)
+    number = sum(len(tf.config.get_logical_device_configuration(device) or [device]) for device in physical)
+    return tuple(f"{'GPU' if gpus else 'CPU'}:{place}" for place in range(number))
 
 
 def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:

@@ -267,8 +267,8 @@ class BatchStream:
             self._settle_type()
             if self._num_given == num_before:
                 raise SourceError(
-                    f"The source gave no batch in epoch {epoch}. A generator function must return a fresh "
-                    "iterator at each call."
+                    f"The source gave no batch in epoch {epoch} (counted from 0). A generator function must return a "
+                    "fresh iterator at each call."
                 )
             with self._changed:
                 self._pass_ends.append(self._num_queued)
@@ -292,7 +292,7 @@ class BatchStream:
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
-            self._queue(self._caster.cast(batch, self._num_given))
+            self._queue(self._caster.cast(batch, self._name_of_next()))
         self._num_given += 1
         if self._limit is None:
             return not self._closed
@@ -303,13 +303,18 @@ class BatchStream:
             self._changed.wait_for(lambda: self._may_read(epoch) or self._closed)
         return self._num_given < self._limit and not self._closed
 
+    def _name_of_next(self) -> str:
+        """What messages call the next batch: numbered as `epoch=` and indices are, not as Keras's display."""
+        epoch, number = self._place
+        return f"Batch {number} of epoch {epoch} (both counted from 0)"
+
     def _settle_type(self) -> None:
         """Learns the type from the batches that were held back, and queues them."""
         if self._first:
             self._caster.learn(self._first)
             first, self._first = self._first, []
-            for number, batch in enumerate(first):
-                self._queue(self._caster.cast(batch, number))
+            for batch in first:
+                self._queue(self._caster.cast(batch, self._name_of_next()))
 
     def _queue(self, batch: tuple[int, list[np.ndarray]]) -> None:
         (num_samples, arrays), (epoch, number) = batch, self._place

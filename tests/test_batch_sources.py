@@ -367,8 +367,11 @@ def test_arguments_that_do_not_fit_are_refused_at_once(make, message):
         (lambda: 7, "returned a int, not an iterator"),
         (lambda: iter([(X, Y, Y, Y)]), "tuple of 4 parts"),
         (lambda: iter([(X, Y[:3])]), "same number of samples"),
-        (lambda: iter([(1.0, 2.0)]), "batched=False"),
-        (lambda: iter([batch(0), (X[:0], Y[:0])]), "Batch 1 holds no sample"),
+        (lambda: iter([(1.0, 2.0)]), r"single value \(float64\).*batched=False"),
+        (lambda: iter([None]), "None.*`return`, not with `yield None`"),
+        (lambda: iter([batch(0), batch(1), batch(2), None]), "None.*`return`, not with `yield None`"),
+        (lambda: iter([({"a": X, "b": None}, Y)]), "holds None where an array"),
+        (lambda: iter([batch(0), (X[:0], Y[:0])]), r"Batch 1 of epoch 0 \(both counted from 0\) holds no sample"),
         (lambda: iter([batch(0), X]), "does not have the structure of the first one"),
     ],
 )

@@ -564,7 +564,9 @@ def test_a_dead_worker_is_replaced(tmp_path, caplog, how, reason):
     with WorkerPool(Dying(tmp_path, at=3, times=1, how=how), 2, seed=0, prefetch=2) as pool:
         assert values(pool.map(tasks(12))) == list(range(12))
         (warning,) = warnings_in(caplog)
-        assert re.search(rf"Worker \d \(process \d+\) died at epoch 0, index 3: .*{reason}", warning)
+        assert re.search(
+            rf"Worker \d \(process \d+\) died at epoch 0, index 3 \(both counted from 0\): .*{reason}", warning
+        )
 
 
 def test_the_third_death_at_the_same_index_is_the_last(tmp_path, caplog):
@@ -572,9 +574,12 @@ def test_the_third_death_at_the_same_index_is_the_last(tmp_path, caplog):
     with WorkerPool(source, 2, seed=0, prefetch=2) as pool:
         items = pool.map(tasks(12))
         assert values(itertools.islice(items, 3)) == [0, 1, 2]
-        with pytest.raises(WorkerError, match=r"died at epoch 0, index 3: SIGSEGV, .* third"):
+        with pytest.raises(WorkerError, match=r"died at epoch 0, index 3 \(both counted from 0\): SIGSEGV, .* third"):
             next(items)
-        assert len(warnings_in(caplog)) == len(list(tmp_path.iterdir())) == 3
+        warnings = warnings_in(caplog)
+        assert len(warnings) == len(list(tmp_path.iterdir())) == 3
+        assert [warning.endswith("A new worker takes its place.") for warning in warnings] == [True, True, False]
+        assert warnings[2].endswith("No other worker tries it again.")
         pool.update(number)
         assert values(pool.map(tasks(3))) == [0, 1, 2]
 
@@ -756,10 +761,13 @@ def test_close_wakes_whoever_waits(tmp_path):
     closing.start()
     for thread in (closing, waiting):
         thread.join(PATIENCE_SECONDS)
-    assert raised == ["The worker pool is closed. Make a new one."]
+    assert raised == [
+        "The worker processes have been ended by close(), so there are no more batches. Make a new feeder, and close "
+        "it when training is over."
+    ]
     assert not any(map(is_alive, pids))
     pool.close()
-    with pytest.raises(WorkerError, match="closed"):
+    with pytest.raises(WorkerError, match=r"ended by close\(\)"):
         next(pool.map(tasks(1)))
     del pool, items
     gc.collect()
@@ -900,7 +908,7 @@ ENDINGS = {
         "pool, items = start(busy=True)\nthreading.Thread(target=next, args=(items,), daemon=True).start()\n"
         "time.sleep(0.2)",
         0,
-        "WorkerError: The worker pool is closed",
+        "WorkerError: The worker processes have been ended by close()",
     ),
 }
 
@@ -978,8 +986,11 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     program = run_program(tmp_path, "start()", guarded=False)
     _, errors = program.communicate(timeout=PATIENCE_SECONDS)
     assert program.returncode == 1
-    assert "cannot be rebuilt in a worker process" in errors
-    assert "the script starts workers again" in errors
+    message = errors[errors.index("SourceError: ") :].split()
+    assert errors.count("Traceback") == 1
+    path, line = message[1], int(message[message.index("line") + 1].rstrip(","))
+    assert pathlib.Path(path).read_text().splitlines()[line - 1].strip() == "start()"
+    assert errors.endswith('    if __name__ == "__main__":\n        model.fit(...)\n\n')
 
 
 def test_a_script_is_imported_only_if_the_source_is_from_there(tmp_path):
