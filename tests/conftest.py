@@ -12,6 +12,7 @@ import tensorflow as tf
 import keras_gpufeed as kg
 
 kg.use_virtual_devices(8)
+tf.config.list_logical_devices()  # Starts them, so that no test can ask for another number.
 gc.collect()
 gc.freeze()  # TensorFlow's own objects stay; looking at them again after each test takes a quarter of a second.
 
