@@ -1,0 +1,405 @@
+"""What the benchmark tells: tables, files and a picture.
+
+Flow:   bench_contenders -> bench_figures -> [bench_report] -> bench -> __main__
+Owns:   medians and spreads, the description of the machine, the forms of the result.
+Leaves: measuring (bench, bench_contenders).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import os
+import pathlib
+import platform
+import statistics
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from . import __version__
+from .bench_contenders import CONTENDERS, Task
+from .bench_figures import Figure, Ratio
+from .errors import FeedError
+
+_METRICS = {  # Of a process: name in files, heading, factor, digits.
+    "step_seconds": ("ms/step", 1e3, 3),
+    "samples_per_second": ("samples/s", 1, 0),
+    "gb_per_second": ("GB/s", 1, 2),
+    "first_step_seconds": ("first step", 1, 2),
+    "epoch_change_seconds": ("new epoch", 1e3, 1),
+    "extra_host_bytes": ("host MB", 1e-6, 0),
+    "extra_device_bytes": ("device MB", 1e-6, 0),
+    "cpu_seconds_per_gb": ("CPU s/GB", 1, 2),
+    "total_seconds": ("seconds", 1, 3),
+}
+_BUSY_LOAD = 0.3  # Of a core, by programs that were there before.
+
+LEGEND = """
+How to read it: each row is the median over the rounds, with the smallest and the largest of them. The ratios are the
+result: the times are those of this machine as it was in these minutes.
+  ms/step       steady: the second half of each epoch, after an epoch of warm-up
+  / ours        how many times as long as keras_gpufeed it takes, each time compared within a round
+  first step    seconds from the call until the first step is done, with all that has to be made before
+  new epoch     milliseconds from the last step of an epoch until the first of the next is done
+  host MB       peak of host memory above what was there before the call, and what worker processes take for themselves
+  CPU s/GB      CPU time of all its processes for each GB fed"""
+
+
+def title(task: Task) -> str:
+    """What a contender is called.
+
+    Args:
+        task: What it is to do.
+    """
+    return CONTENDERS[task.contender].title.format(workers=task.num_workers, against=task.against)
+
+
+def brief(result: dict[str, Any]) -> str:
+    """A result in a few words.
+
+    Args:
+        result: Of one process.
+    """
+    if "failure" in result:
+        return f"failed: {result['failure']}"
+    if "total_seconds" in result:
+        return f"{result['total_seconds']:.3f} s"
+    return f"{1e3 * result['step_seconds']:.3f} ms/step"
+
+
+# --- The machine -------------------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the benchmark runs on, and how busy it is before the start."""
+    processor = platform.processor() or platform.machine()
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            processor = line.partition(":")[2].strip()
+            break
+    gpus = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name)
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.release()}",
+        "load_average": os.getloadavg()[0],
+        "versions": {
+            "keras_gpufeed": __version__,
+            "Python": platform.python_version(),
+            "TensorFlow": tf.__version__,
+            "Keras": keras.__version__,
+            "NumPy": np.__version__,
+        },
+    }
+
+
+def machine_text(machine: dict[str, Any]) -> str:
+    """The description in lines.
+
+    Args:
+        machine: From `describe_machine`.
+    """
+    devices = ", ".join(machine["gpus"]) or "no GPU: virtual devices on the CPU stand in for several"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
+        f"{machine['processor']}, {machine['cores']} core(s), {machine['memory_bytes'] / 2**30:.0f} GiB, {devices}",
+        f"{versions}, {machine['system']}, {machine['date']}",
+    ]
+    if machine["load_average"] > _BUSY_LOAD * machine["cores"]:
+        lines.append(
+            f"Other programs keep this machine busy: the load is {machine['load_average']:.1f}. Figures will be off; "
+            "wait until it is quiet for those that you mean to quote."
+        )
+    return "\n".join(lines)
+
+
+# --- Medians -----------------------------------------------------------------------------------------------
+
+
+def summarize(figure: Figure, rounds: list[dict[str, dict]], check: bool) -> dict[str, Any]:
+    """A figure with its medians, in a form that JSON can hold.
+
+    Args:
+        figure: What was run.
+        rounds: The results of each round, by label; a round may lack some.
+        check: True to hold ratios to their wider limits, and to leave out those that have none.
+    """
+    cells = []
+    for label, task in figure.tasks.items():
+        results = [results[label] for results in rounds if label in results]
+        metrics = [name for name in _METRICS if any(name in result for result in results)]
+        spread = {name: _spread([result[name] for result in results if name in result]) for name in metrics}
+        relative = [
+            results[label]["step_seconds"] / results[base]["step_seconds"]
+            for results in rounds
+            for base in [_base_of(figure, task)]
+            if "step_seconds" in results.get(label, {}) and "step_seconds" in results.get(base, {})
+        ]
+        cells.append(
+            {
+                "label": label,
+                "title": title(task),
+                "task": dataclasses.asdict(task),
+                "rounds": results,
+                **({"over_ours": _spread(relative)} if relative else {}),
+                **spread,
+            }
+        )
+    ratios = [_summarize_ratio(ratio, rounds, check) for ratio in figure.ratios]
+    return {
+        "name": figure.name,
+        "what": figure.what,
+        "cells": cells,
+        "ratios": [ratio for ratio in ratios if not check or ratio["limit"] is not None],
+    }
+
+
+def _base_of(figure: Figure, task: Task) -> str:
+    """The label of our own run that does the same as `task`."""
+    alike = [label for label, other in figure.tasks.items() if _group(other) == _group(task)]
+    for name in ("ours-workers", "ours"):
+        for label in alike:
+            if figure.tasks[label].contender == name:
+                return label
+    return ""
+
+
+def _task_of(cell: dict[str, Any]) -> Task:
+    return Task(**cell["task"])
+
+
+def _group(task: Task) -> Task:
+    """What tasks have in common that are compared in one table."""
+    return dataclasses.replace(task, contender="", against="")
+
+
+def _summarize_ratio(ratio: Ratio, rounds: list[dict[str, dict]], check: bool) -> dict[str, Any]:
+    values = []
+    for results in rounds:
+        try:
+            values.append(float(ratio.value(results)))
+        except KeyError:  # A contender failed or was left out; the ratio then has a round less.
+            continue
+    limit = ratio.check_limit if check else ratio.limit
+    spread = _spread(values) if values else None
+    met = None if limit is None else spread is not None and ratio.meets(spread["median"], limit)
+    return {
+        "label": ratio.label,
+        "unit": ratio.unit,
+        "rounds": values,
+        "spread": spread,
+        "limit": limit,
+        "at_least": ratio.at_least,
+        "met": met,
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+# --- Text --------------------------------------------------------------------------------------------------
+
+
+def figure_text(measured: dict[str, Any]) -> str:
+    """A figure as tables in plain text, one for each group of contenders that do the same.
+
+    Args:
+        measured: From `summarize`.
+    """
+    lines = ["", f"== {measured['name']}: {measured['what']}"]
+    groups: dict[Task, list[dict[str, Any]]] = {}
+    for cell in measured["cells"]:
+        groups.setdefault(_group(_task_of(cell)), []).append(cell)
+    for task, cells in groups.items():
+        columns = [name for name in _METRICS if any(name in cell for cell in cells)]
+        lines += [
+            "",
+            _group_text(task, columns),
+            *_table([_heading(columns), *(_row(cell, columns) for cell in cells)]),
+        ]
+        for cell in cells:
+            failures = [result["failure"] for result in cell["rounds"] if "failure" in result]
+            if failures:
+                lines.append(f"  {cell['title']} failed {len(failures)} of {len(cell['rounds'])} times: {failures[-1]}")
+    if measured["ratios"]:
+        width = max(len(ratio["label"]) for ratio in measured["ratios"])
+        lines.append("")
+        lines += [f"  {ratio['label']:{width}}  {_ratio_text(ratio)}" for ratio in measured["ratios"]]
+    return "\n".join(lines)
+
+
+def _group_text(task: Task, columns: list[str]) -> str:
+    if "step_seconds" not in columns:
+        return f"{task.num_replicas} replica(s)"
+    parts = [
+        f"{task.source} of {task.num_samples} x {'x'.join(map(str, task.shape))} {task.dtype}",
+        f"global batch {task.global_batch_size} ({task.batch_bytes / 1e6:.3g} MB)",
+        f"{task.num_replicas} replica{'s' if task.num_replicas > 1 else ''}",
+    ]
+    if task.item_seconds:
+        parts.append(f"{1e3 * task.item_seconds:g} ms of work for each batch")
+    if task.steps_per_execution > 1:
+        parts.append(f"{task.steps_per_execution} steps per execution")
+    if task.allowed_bytes is not None:
+        parts.append(f"{task.allowed_bytes / 1e6:.0f} MB of memory allowed")
+    return ", ".join(parts)
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        f"  {title:{widths[0]}}" + "".join(f"  {text:>{width}}" for text, width in zip(texts, widths[1:]))
+        for title, *texts in rows
+    ]
+
+
+def _heading(columns: list[str]) -> list[str]:
+    texts = [""]
+    for name in columns:
+        texts.append(_METRICS[name][0])
+        if name == "step_seconds":
+            texts += ["min to max", "/ ours"]
+    return texts
+
+
+def _row(cell: dict[str, Any], columns: list[str]) -> list[str]:
+    texts = [cell["title"]]
+    for name in columns:
+        _, factor, digits = _METRICS[name]
+        values = {key: f"{factor * value:.{digits}f}" for key, value in cell[name].items()} if name in cell else {}
+        texts.append(values.get("median", "-"))
+        if name == "step_seconds":
+            texts.append(f"{values['min']} to {values['max']}" if values else "-")
+            texts.append(f"{cell['over_ours']['median']:.2f}" if "over_ours" in cell else "-")
+    return texts
+
+
+def _ratio_text(ratio: dict[str, Any]) -> str:
+    unit = f" {ratio['unit']}" if ratio["unit"] else ""
+    if ratio["spread"] is None:
+        text = "not measured"
+    else:
+        median, least, most = (ratio["spread"][name] for name in ("median", "min", "max"))
+        text = f"{median:.3g}{unit} ({least:.3g} to {most:.3g})"
+    if ratio["limit"] is None:
+        return text
+    bound = "at least" if ratio["at_least"] else "at most"
+    return f"{text:28}  {bound} {ratio['limit']:.4g}{unit}: {'met' if ratio['met'] else 'NOT MET'}"
+
+
+def print_verdict(measured: list[dict[str, Any]]) -> int:
+    """Says which limits were broken, and returns the exit code.
+
+    Args:
+        measured: All figures.
+    """
+    broken = [ratio for figure in measured for ratio in figure["ratios"] if not ratio["met"]]
+    num_ratios = sum(len(figure["ratios"]) for figure in measured)
+    print(f"\n{num_ratios - len(broken)} of {num_ratios} limits are kept.")
+    return 1 if broken else 0
+
+
+# --- Files -------------------------------------------------------------------------------------------------
+
+
+def write_csv(path: pathlib.Path, measured: list[dict[str, Any]]) -> None:
+    """Writes a row for each process.
+
+    Args:
+        path: The file.
+        measured: All figures.
+    """
+    settings = [field.name for field in dataclasses.fields(Task)]
+    with path.open("w", newline="") as file:
+        rows = csv.DictWriter(
+            file, ["figure", "label", "round", *settings, *_METRICS, "failure"], extrasaction="ignore"
+        )
+        rows.writeheader()
+        for figure in measured:
+            for cell in figure["cells"]:
+                shape = "x".join(map(str, cell["task"]["shape"]))
+                for number, result in enumerate(cell["rounds"], 1):
+                    place = {"figure": figure["name"], "label": cell["label"], "round": number}
+                    rows.writerow({**place, **cell["task"], "shape": shape, **result})
+
+
+def require_matplotlib() -> None:
+    """Says at once, and not after minutes, that no picture can be drawn.
+
+    Raises:
+        FeedError: If matplotlib is missing.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise FeedError(
+            "--plot draws with matplotlib, which is not installed: pip install keras-gpufeed[report]"
+        ) from None
+
+
+def plot(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Draws the time per step, or else the seconds, of every contender, with its spread.
+
+    Args:
+        path: The file; its ending says of what kind.
+        report: All that was measured.
+    """
+    from matplotlib.figure import Figure as Picture
+
+    groups: dict[tuple, list] = {}
+    for figure in report["figures"]:
+        for cell in figure["cells"]:
+            groups.setdefault((figure["name"], _group(_task_of(cell))), []).append(cell)
+    heights = [1.0 + 0.32 * len(cells) for cells in groups.values()]
+    picture = Picture(figsize=(9, sum(heights) + 0.9), layout="constrained")
+    axes = picture.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, ((name, task), cells) in zip(axes, groups.items()):
+        _draw(axis, name, task, cells)
+    machine = report["machine"]
+    devices = ", ".join(machine["gpus"]) or "virtual devices"
+    picture.suptitle(
+        f"{machine['processor']}, {machine['cores']} cores, {devices}\nmedian and range over the rounds; "
+        "the ratios are the result",
+        fontsize=9,
+    )
+    picture.savefig(path, dpi=120)
+
+
+def _draw(axis: Any, name: str, task: Task, cells: list[dict[str, Any]]) -> None:
+    metric = "total_seconds" if any("total_seconds" in cell for cell in cells) else "step_seconds"
+    _, factor, _ = _METRICS[metric]
+    measured = [cell for cell in cells if metric in cell]
+    for place, cell in enumerate(measured):
+        spread = {key: factor * value for key, value in cell[metric].items()}
+        color = "tab:blue" if cell["task"]["contender"].startswith("ours") else "tab:gray"
+        below, above = spread["median"] - spread["min"], spread["max"] - spread["median"]
+        axis.barh(place, spread["median"], color=color, alpha=0.8)
+        axis.errorbar(spread["median"], place, xerr=[[below], [above]], color="black", capsize=3, linewidth=1)
+        relative = f"  {cell['over_ours']['median']:.2f} x ours" if "over_ours" in cell else ""
+        axis.annotate(
+            f"{spread['median']:.3g}{relative}",
+            (spread["max"], place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_yticks(range(len(measured)), [cell["title"] for cell in measured], fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.25)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("milliseconds per step" if metric == "step_seconds" else "seconds", fontsize=8)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(f"{name}: {_group_text(task, [metric])}", fontsize=9, loc="left")
