@@ -78,7 +78,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     how.add_argument("--cell", type=_words, default=(), metavar="NAME,...", help=f"named figures instead: all, {names}")
     run = command.add_argument_group("how long")
     run.add_argument("--quick", action="store_true", help="a small comparison that ends in two minutes")
-    run.add_argument("--check", action="store_true", help="some named figures with wide limits; the exit code tells")
+    run.add_argument("--check", action="store_true", help="named figures with wide limits; the exit code tells")
     run.add_argument("--rounds", type=_number, help="how often each contender has its turn (default: 5)")
     run.add_argument(
         "--seconds", type=float, help="how long to measure each time, after an epoch of warm-up (default: 3)"
@@ -166,7 +166,7 @@ def _choose(options: argparse.Namespace) -> list[Figure]:
     replicas = options.replicas or _default_replicas(options.quick or options.check)
     if options.check or options.cell:
         named = figures(replicas, options.workers)
-        names = CHECKED if options.check else tuple(named) if "all" in options.cell else options.cell
+        names = tuple(named) if "all" in options.cell else options.cell or CHECKED
         unknown = [name for name in names if name not in named]
         if unknown:
             raise FeedError(f"There is no figure {unknown[0]!r}. There are: all, {', '.join(named)}.")

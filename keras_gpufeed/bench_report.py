@@ -36,6 +36,12 @@ _METRICS = {  # Of a process: name in files, heading, factor, digits.
     "cpu_seconds_per_gb": ("CPU s/GB", 1, 2),
     "total_seconds": ("seconds", 1, 3),
 }
+_DRAWN = {
+    "step_seconds": "milliseconds per step",
+    "first_step_seconds": "seconds to the first step",
+    "extra_host_bytes": "extra host memory, MB",
+    "total_seconds": "seconds",
+}
 _BUSY_LOAD = 0.3  # Of a core, by programs that were there before.
 
 LEGEND = """
@@ -349,7 +355,7 @@ def require_matplotlib() -> None:
 
 
 def plot(path: pathlib.Path, report: dict[str, Any]) -> None:
-    """Draws the time per step, or else the seconds, of every contender, with its spread.
+    """Draws time per step, time to first step and memory of every contender, with the spread over the rounds.
 
     Args:
         path: The file; its ending says of what kind.
@@ -357,49 +363,47 @@ def plot(path: pathlib.Path, report: dict[str, Any]) -> None:
     """
     from matplotlib.figure import Figure as Picture
 
-    groups: dict[tuple, list] = {}
+    groups: dict[tuple[str, Task], list] = {}
     for figure in report["figures"]:
         for cell in figure["cells"]:
             groups.setdefault((figure["name"], _group(_task_of(cell))), []).append(cell)
-    heights = [1.0 + 0.32 * len(cells) for cells in groups.values()]
-    picture = Picture(figsize=(9, sum(heights) + 0.9), layout="constrained")
-    axes = picture.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, ((name, task), cells) in zip(axes, groups.items()):
-        _draw(axis, name, task, cells)
+    heights = [0.9 + 0.32 * len(cells) for cells in groups.values()]
+    picture = Picture(figsize=(12, sum(heights) + 0.7), layout="constrained")
+    parts = picture.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, ((name, task), cells) in zip(parts, groups.items()):
+        metrics = [metric for metric in _DRAWN if any(metric in cell for cell in cells)]
+        part.suptitle(f"{name}: {_group_text(task, metrics)}", fontsize=9, x=0.01, ha="left")
+        all_axes = part.subplots(1, len(metrics), squeeze=False, sharey=True)[0]
+        for axis, metric in zip(all_axes, metrics):
+            _draw(axis, metric, cells)
     machine = report["machine"]
     devices = ", ".join(machine["gpus"]) or "virtual devices"
     picture.suptitle(
-        f"{machine['processor']}, {machine['cores']} cores, {devices}\nmedian and range over the rounds; "
-        "the ratios are the result",
+        f"{machine['processor']}, {machine['cores']} cores, {devices}: median and range over the rounds. "
+        "The ratios are the result.",
         fontsize=9,
     )
-    picture.savefig(path, dpi=120)
+    picture.savefig(path, dpi=110)
 
 
-def _draw(axis: Any, name: str, task: Task, cells: list[dict[str, Any]]) -> None:
-    metric = "total_seconds" if any("total_seconds" in cell for cell in cells) else "step_seconds"
-    _, factor, _ = _METRICS[metric]
-    measured = [cell for cell in cells if metric in cell]
-    for place, cell in enumerate(measured):
+def _draw(axis: Any, metric: str, cells: list[dict[str, Any]]) -> None:
+    _, factor, digits = _METRICS[metric]
+    for place, cell in enumerate(cells):
+        if metric not in cell:
+            axis.annotate("failed", (0, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+            continue
         spread = {key: factor * value for key, value in cell[metric].items()}
-        color = "tab:blue" if cell["task"]["contender"].startswith("ours") else "tab:gray"
         below, above = spread["median"] - spread["min"], spread["max"] - spread["median"]
+        color = "tab:blue" if cell["task"]["contender"].startswith("ours") else "tab:gray"
         axis.barh(place, spread["median"], color=color, alpha=0.8)
         axis.errorbar(spread["median"], place, xerr=[[below], [above]], color="black", capsize=3, linewidth=1)
-        relative = f"  {cell['over_ours']['median']:.2f} x ours" if "over_ours" in cell else ""
-        axis.annotate(
-            f"{spread['median']:.3g}{relative}",
-            (spread["max"], place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axis.set_yticks(range(len(measured)), [cell["title"] for cell in measured], fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(x=0.25)
-    axis.set_xlim(left=0)
-    axis.set_xlabel("milliseconds per step" if metric == "step_seconds" else "seconds", fontsize=8)
+        text = f"{spread['median']:.{digits}f}"
+        if metric == "step_seconds" and "over_ours" in cell:
+            text += f"  = {cell['over_ours']['median']:.2f} x ours"
+        axis.annotate(text, (spread["max"], place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(cells)), [cell["title"] for cell in cells], fontsize=8)
+    axis.set_ylim(len(cells) - 0.5, -0.5)
+    axis.set_xlim(0, max(1.5 * axis.get_xlim()[1], 1e-3))
+    axis.set_xlabel(_DRAWN[metric], fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(f"{name}: {_group_text(task, [metric])}", fontsize=9, loc="left")
