@@ -43,8 +43,18 @@ _QUICK_SECONDS = 110.0  # After so long, `--quick` begins no process that it can
 # `runpy`, because `python FILE` would put the package's folder on the path and with it all its file names.
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 
-_FULL = {"samples": 20_000, "rounds": 5, "seconds": 3.0}
-_QUICK = {"samples": 4_000, "rounds": 3, "seconds": 1.0}
+_DATA = {
+    "source": "array",
+    "shape": (64, 64, 3),
+    "dtype": "float32",
+    "samples": 20_000,
+    "batch_size": 256,
+    "item_ms": 0.0,
+    "contenders": (),
+    "against": "",
+}
+_FULL = {"rounds": 5, "seconds": 3.0}
+_QUICK = {"rounds": 3, "seconds": 1.0, "samples": 4_000}
 _CHECK = {"rounds": 3, "seconds": 2.0}
 _QUICK_CONTENDERS = {
     "array": ("floor", "ours", "keras", "slices"),
@@ -62,19 +72,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """
     names = ", ".join(figures((1,), 1))
     data = command.add_argument_group("what to feed")
-    data.add_argument("--source", choices=("array", "memmap", "generator", "sequence"), default="array")
-    data.add_argument("--shape", type=_numbers, default=(64, 64, 3), help="shape of a sample (default: 64,64,3)")
-    data.add_argument("--dtype", type=_dtype, default="float32", help="dtype of a sample (default: float32)")
+    data.add_argument("--source", choices=("array", "memmap", "generator", "sequence"), help="default: array")
+    data.add_argument("--shape", type=_numbers, help="shape of a sample (default: 64,64,3)")
+    data.add_argument("--dtype", type=_dtype, help="dtype of a sample (default: float32)")
     data.add_argument("--samples", type=_number, help="samples of an epoch (default: 20000)")
-    data.add_argument("--batch-size", type=_number, default=256, help="global batch size (default: 256)")
-    data.add_argument("--item-ms", type=float, default=0.0, help="CPU time to make a batch, for generator and sequence")
+    data.add_argument("--batch-size", type=_number, help="global batch size (default: 256)")
+    data.add_argument("--item-ms", type=float, help="CPU time to make a batch, for generator and sequence")
     how = command.add_argument_group("how to feed it")
     how.add_argument("--replicas", type=_numbers, help="numbers of replicas (default: 1,2,4,8, or up to all GPUs)")
     how.add_argument(
         "--workers", type=_number, default=2, help="processes or threads of those that have them (default: 2)"
     )
     how.add_argument("--contenders", type=_contenders, help=f"only these of {', '.join(_in_grids())}")
-    how.add_argument("--against", metavar="MODULE:FUNCTION", default="", help="a contender of your own; see the docs")
+    how.add_argument("--against", metavar="MODULE:FUNCTION", help="a contender of your own; see the docs")
     how.add_argument("--cell", type=_words, default=(), metavar="NAME,...", help=f"named figures instead: all, {names}")
     run = command.add_argument_group("how long")
     run.add_argument("--quick", action="store_true", help="a small comparison that ends in two minutes")
@@ -101,7 +111,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         FeedError: If the options do not fit each other or this machine.
     """
-    for name, value in {**_FULL, **(_QUICK if options.quick else _CHECK if options.check else {})}.items():
+    given = [name for name in _DATA if getattr(options, name) is not None]
+    if given and (options.cell or options.check):
+        raise FeedError(
+            f"Named figures have data and contenders of their own. Leave out --{given[0].replace('_', '-')}."
+        )
+    for name, value in {**_DATA, **_FULL, **(_QUICK if options.quick else _CHECK if options.check else {})}.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.plot:
@@ -116,14 +131,8 @@ def run(options: argparse.Namespace) -> int:
         for figure in chosen:
             measured.append(bench_report.summarize(figure, turns.take(figure), options.check))
             print(bench_report.figure_text(measured[-1]), flush=True)
+            bench_report.write(machine, measured, options.json, options.csv, options.plot)
     print(bench_report.LEGEND)
-    report = {"machine": machine, "figures": measured}
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.csv:
-        bench_report.write_csv(options.csv, measured)
-    if options.plot:
-        bench_report.plot(options.plot, report)
     return bench_report.print_verdict(measured) if options.check else 0
 
 

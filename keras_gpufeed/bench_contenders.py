@@ -25,7 +25,6 @@ import os
 import pathlib
 import re
 import resource
-import signal
 import statistics
 import sys
 import time
@@ -552,7 +551,7 @@ def _fit(task: Task, model: _Timed, arguments: dict, began: dict) -> dict:
     model.fit(**arguments, epochs=_MANY_EPOCHS, verbose=0, callbacks=[clock])
     if not clock.is_over:
         raise RuntimeError(f"fit ended after {clock.num_epochs} epoch(s) of its own accord: the data ran out.")
-    return {**clock.result(), **_end(began, clock.first_step_at)}
+    return {**clock.result(), **_end(task, began, clock.first_step_at)}
 
 
 def _make_model(task: Task) -> Any:
@@ -577,7 +576,7 @@ def _measure_loop(task: Task, make: Callable) -> dict:
             x.reshape(-1)[0].item()
             done_at.append(time.perf_counter())
         clock.add_epoch(done_at)
-    return {**clock.result(), **_end(began, clock.first_step_at)}
+    return {**clock.result(), **_end(task, began, clock.first_step_at)}
 
 
 def _measure_import(task: Task, make: Callable) -> dict:
@@ -603,7 +602,7 @@ def _measure_distribute(task: Task, make: Callable) -> dict:
 
 def _start_devices(num_replicas: int) -> tf.distribute.Strategy:
     """The strategy that every contender's model is made under; none for one replica, as a user would have it."""
-    kind = "GPU" if _num_gpus() else "CPU"
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     if kind == "CPU":
         parts = [tf.config.LogicalDeviceConfiguration()] * num_replicas
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
@@ -617,34 +616,37 @@ def _begin(task: Task) -> dict:
     if task.allowed_bytes is not None:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (_status_bytes(os.getpid(), "VmData") + task.allowed_bytes, hard))
-    for gpu in range(_num_gpus()):
-        tf.config.experimental.reset_memory_stats(f"GPU:{gpu}")
+    for gpu in _gpus(task):
+        tf.config.experimental.reset_memory_stats(gpu)
     return {
         "host_bytes": resident_bytes(os.getpid()),
-        "device_bytes": _device_bytes("current"),
+        "device_bytes": _device_bytes(task, "current"),
         "began_at": time.monotonic(),
         "clock": time.perf_counter(),
     }
 
 
-def _end(began: dict, first_step_at: float) -> dict:
+def _end(task: Task, began: dict, first_step_at: float) -> dict:
     result = {
         "first_step_seconds": first_step_at - began["clock"],
         "host_bytes": began["host_bytes"],
         "began_at": began["began_at"],  # By the clock that the benchmark's own process has as well.
         "ended_at": time.monotonic(),
     }
-    if _num_gpus():
-        result["extra_device_bytes"] = _device_bytes("peak") - began["device_bytes"]
+    if _gpus(task):
+        result["extra_device_bytes"] = _device_bytes(task, "peak") - began["device_bytes"]
     return result
 
 
-def _num_gpus() -> int:
-    return len(tf.config.list_physical_devices("GPU"))
+def _gpus(task: Task) -> list[str]:
+    """Those that the task has to do with: a contender that only reads must not even start them."""
+    if not CONTENDERS[task.contender].has_replicas:
+        return []
+    return [f"GPU:{number}" for number in range(len(tf.config.list_physical_devices("GPU")))]
 
 
-def _device_bytes(name: str) -> int:
-    return sum(tf.config.experimental.get_memory_info(f"GPU:{gpu}")[name] for gpu in range(_num_gpus()))
+def _device_bytes(task: Task, name: str) -> int:
+    return sum(tf.config.experimental.get_memory_info(gpu)[name] for gpu in _gpus(task))
 
 
 # --- The process and its children, as Linux shows them -----------------------------------------------------
@@ -761,5 +763,4 @@ CONTENDERS: dict[str, Contender] = {
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # The benchmark ends this process; it has nothing to say.
     main(sys.argv[-1])

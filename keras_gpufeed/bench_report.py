@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import json
 import os
 import pathlib
 import platform
@@ -319,13 +320,31 @@ def print_verdict(measured: list[dict[str, Any]]) -> int:
 # --- Files -------------------------------------------------------------------------------------------------
 
 
-def write_csv(path: pathlib.Path, measured: list[dict[str, Any]]) -> None:
-    """Writes a row for each process.
+def write(
+    machine: dict[str, Any],
+    measured: list[dict[str, Any]],
+    to_json: pathlib.Path | None,
+    to_csv: pathlib.Path | None,
+    to_plot: pathlib.Path | None,
+) -> None:
+    """Writes what has been measured so far.
 
     Args:
-        path: The file.
-        measured: All figures.
+        machine: From `describe_machine`.
+        measured: Figures.
+        to_json: The file for everything, or None.
+        to_csv: The file for a row for each process, or None.
+        to_plot: The file for a picture, or None.
     """
+    if to_json:
+        to_json.write_text(json.dumps({"machine": machine, "figures": measured}, indent=1) + "\n")
+    if to_csv:
+        _write_csv(to_csv, measured)
+    if to_plot:
+        _plot(to_plot, machine, measured)
+
+
+def _write_csv(path: pathlib.Path, measured: list[dict[str, Any]]) -> None:
     settings = [field.name for field in dataclasses.fields(Task)]
     with path.open("w", newline="") as file:
         rows = csv.DictWriter(
@@ -354,17 +373,12 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def plot(path: pathlib.Path, report: dict[str, Any]) -> None:
-    """Draws time per step, time to first step and memory of every contender, with the spread over the rounds.
-
-    Args:
-        path: The file; its ending says of what kind.
-        report: All that was measured.
-    """
+def _plot(path: pathlib.Path, machine: dict[str, Any], measured: list[dict[str, Any]]) -> None:
+    """Time per step, time to first step and memory of every contender, with the spread over the rounds."""
     from matplotlib.figure import Figure as Picture
 
     groups: dict[tuple[str, Task], list] = {}
-    for figure in report["figures"]:
+    for figure in measured:
         for cell in figure["cells"]:
             groups.setdefault((figure["name"], _group(_task_of(cell))), []).append(cell)
     heights = [0.9 + 0.32 * len(cells) for cells in groups.values()]
@@ -376,7 +390,6 @@ def plot(path: pathlib.Path, report: dict[str, Any]) -> None:
         all_axes = part.subplots(1, len(metrics), squeeze=False, sharey=True)[0]
         for axis, metric in zip(all_axes, metrics):
             _draw(axis, metric, cells)
-    machine = report["machine"]
     devices = ", ".join(machine["gpus"]) or "virtual devices"
     picture.suptitle(
         f"{machine['processor']}, {machine['cores']} cores, {devices}: median and range over the rounds. "

@@ -134,6 +134,8 @@ def test_a_check_ends_with_an_exit_code(monkeypatch, capfd):
     ("arguments", "words"),
     [
         (["--cell", "arrays"], ["no figure 'arrays'", "arrays-3kb", "distribute"]),
+        (["--cell", "import", "--batch-size", "8"], ["Named figures have data", "Leave out --batch-size"]),
+        (["--check", "--against", "a:b"], ["Named figures have data and contenders", "Leave out --against"]),
         (["--samples", "256"], ["256 samples", "global batches of 256", "at least two"]),
         (["--item-ms", "5"], ["--item-ms", "array", "Leave it out"]),
         (["--contenders", "ours,from-generator"], ["from-generator cannot feed", "source array", "slices"]),
