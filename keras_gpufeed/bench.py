@@ -355,6 +355,6 @@ def _add_memory(result: dict[str, Any], curve: list[tuple[float, int]]) -> dict[
 
 def _reason(complaint: str, code: int) -> str:
     """The last exception of a traceback, in a line."""
-    named = [line for line in complaint.splitlines() if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    named = [line for line in complaint.splitlines() if re.match(r"\s*[\w.]*(Error|Exception)\b", line)]
     lines = named or complaint.split("\n")[-2:-1] or [""]
-    return f"{lines[-1][:200]} (exit code {code})"
+    return f"{lines[-1].strip()[:200]} (exit code {code})"
