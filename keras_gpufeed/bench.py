@@ -38,7 +38,7 @@ from .bench_figures import CHECKED, Figure, figures, grid
 from .errors import FeedError
 
 _SAMPLING_SECONDS = 0.02  # Between two looks at a contender's memory.
-_MOST_SECONDS = 300.0  # For one process. Keras's worker processes may hang: they fork beside TensorFlow's threads.
+_MOST_SECONDS = 600.0  # For one process. Keras's worker processes may hang: they fork beside TensorFlow's threads.
 _QUICK_SECONDS = 110.0  # After so long, `--quick` begins no process that it cannot end in two minutes.
 # `runpy`, because `python FILE` would put the package's folder on the path and with it all its file names.
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"

@@ -385,7 +385,8 @@ class _Clock(tf.keras.callbacks.Callback):
         self.num_epochs = 0
         self.is_over = False
         self.first_step_at = 0.0  # Of the whole run.
-        self._seconds = self._ended_at = 0.0
+        self.ended_at = 0.0  # The last epoch.
+        self._seconds = 0.0
         self._change_seconds: list[float] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -421,13 +422,13 @@ class _Clock(tf.keras.callbacks.Callback):
             self._began_at, self._began_cpu_seconds = now, _cpu_seconds()
         else:
             self._seconds += now - done_at[self._num_watched - 1]
-            self._change_seconds.append(done_at[0] - self._ended_at)
+            self._change_seconds.append(done_at[0] - self.ended_at)
         self.num_epochs += 1
         if self.num_epochs > 1 and now - self._began_at >= self._task.timed_seconds:
             self.is_over = True
             self._cpu_seconds = _cpu_seconds() - self._began_cpu_seconds
             self._worker_bytes = sum(map(_private_bytes, _descendants()))
-        self._ended_at = time.perf_counter()
+        self.ended_at = time.perf_counter()
 
     def result(self) -> dict:
         """The figures of the epochs after the first."""
@@ -551,7 +552,8 @@ def _fit(task: Task, model: _Timed, arguments: dict, began: dict) -> dict:
     model.fit(**arguments, epochs=_MANY_EPOCHS, verbose=0, callbacks=[clock])
     if not clock.is_over:
         raise RuntimeError(f"fit ended after {clock.num_epochs} epoch(s) of its own accord: the data ran out.")
-    return {**clock.result(), **_end(task, began, clock.first_step_at)}
+    closing_seconds = time.perf_counter() - clock.ended_at
+    return {**clock.result(), "closing_seconds": closing_seconds, **_end(task, began, clock.first_step_at)}
 
 
 def _make_model(task: Task) -> Any:

@@ -32,6 +32,7 @@ _METRICS = {  # Of a process: name in files, heading, factor, digits.
     "gb_per_second": ("GB/s", 1, 2),
     "first_step_seconds": ("first step", 1, 2),
     "epoch_change_seconds": ("new epoch", 1e3, 1),
+    "closing_seconds": ("end", 1, 2),
     "extra_host_bytes": ("host MB", 1e-6, 0),
     "extra_device_bytes": ("device MB", 1e-6, 0),
     "cpu_seconds_per_gb": ("CPU s/GB", 1, 2),
@@ -52,6 +53,7 @@ result: the times are those of this machine as it was in these minutes.
   / ours        how many times as long as keras_gpufeed it takes, each time compared within a round
   first step    seconds from the call until the first step is done, with all that has to be made before
   new epoch     milliseconds from the last step of an epoch until the first of the next is done
+  end           seconds from the last step until fit has returned, its iterator and helpers gone
   host MB       peak of host memory above what was there before the call, and what worker processes take for themselves
   CPU s/GB      CPU time of all its processes for each GB fed"""
 
@@ -247,12 +249,13 @@ def figure_text(measured: dict[str, Any]) -> str:
 
 
 def _group_text(task: Task, columns: list[str]) -> str:
+    on = f"{task.num_replicas} replica{'s' if task.num_replicas > 1 else ''}"
     if "step_seconds" not in columns:
-        return f"{task.num_replicas} replica(s)"
+        return on
     parts = [
         f"{task.source} of {task.num_samples} x {'x'.join(map(str, task.shape))} {task.dtype}",
         f"global batch {task.global_batch_size} ({task.batch_bytes / 1e6:.3g} MB)",
-        f"{task.num_replicas} replica{'s' if task.num_replicas > 1 else ''}",
+        on,
     ]
     if task.item_seconds:
         parts.append(f"{1e3 * task.item_seconds:g} ms of work for each batch")
@@ -298,11 +301,15 @@ def _ratio_text(ratio: dict[str, Any]) -> str:
         text = "not measured"
     else:
         median, least, most = (ratio["spread"][name] for name in ("median", "min", "max"))
-        text = f"{median:.3g}{unit} ({least:.3g} to {most:.3g})"
+        text = f"{_short(median)}{unit} ({_short(least)} to {_short(most)})"
     if ratio["limit"] is None:
         return text
     bound = "at least" if ratio["at_least"] else "at most"
-    return f"{text:28}  {bound} {ratio['limit']:.4g}{unit}: {'met' if ratio['met'] else 'NOT MET'}"
+    return f"{text:28}  {bound} {_short(ratio['limit'])}{unit}: {'met' if ratio['met'] else 'NOT MET'}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def print_verdict(measured: list[dict[str, Any]]) -> int:

@@ -92,6 +92,7 @@ def test_a_comparison_is_printed_and_written(tmp_path, loader):
             assert 0 <= result["extra_host_bytes"] < 1e9
             assert result["cpu_seconds_per_gb"] > 0
             assert result["epoch_change_seconds"] > 0
+            assert 0 < result["closing_seconds"] < 60
         assert cell["step_seconds"] == {
             "median": pytest.approx((first["step_seconds"] + second["step_seconds"]) / 2),
             "min": min(first["step_seconds"], second["step_seconds"]),
