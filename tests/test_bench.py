@@ -148,6 +148,15 @@ def test_options_that_do_not_fit(arguments, words, capsys):
     assert not [word for word in words if word not in complaint], complaint
 
 
+def test_what_this_machine_lacks_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "--contenders", "torch"]) == 1
+    assert "PyTorch DataLoader alone, because torch is not installed." in capsys.readouterr().err
+    monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: ["GPU"] * 3)
+    assert main(["bench", "--contenders", "floor", "--replicas", "4"]) == 1
+    assert "Left out: 4 replicas, because there are 3 GPU(s)." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
