@@ -1,8 +1,8 @@
 """The command line: `python -m keras_gpufeed COMMAND`.
 
-Flow:   ... -> doctor -> demo -> [__main__]
+Flow:   ... -> doctor -> demo -> bench -> [__main__]
 Owns:   commands and their arguments.
-Leaves: doing them (demo, doctor, plan, plan_picture).
+Leaves: doing them (demo, doctor, plan, plan_picture, bench).
 
 Only commands that need TensorFlow import it: under `python -m` the package does so when it is asked for a public name
 (`from . import DistributedFeeder`), which is also when it takes its places in Keras.
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: Words of the command line; None for those of the process.
 
     Returns:
-        The exit code: 0, or 1 after an error that a person can repair, or if the doctor finds one.
+        The exit code: 0, or 1 after an error that a person can repair, or if the doctor or a check finds one.
     """
     parser = argparse.ArgumentParser(prog="python -m keras_gpufeed", description="Trains Keras models on every GPU.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -42,6 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--batch-size", type=_positive, default=32, help="global batch size (default: 32)")
     command.add_argument("--replicas", type=_positive, required=True, help="replicas, one for each GPU")
     command.add_argument("--plot", metavar="FILE", help="where to draw it, such as plan.png")
+    description = "Times feeding alone, side by side with Keras, tf.data and PyTorch, each in a process of its own."
+    command = commands.add_parser("bench", help="time feeding, side by side with other ways", description=description)
+    command.set_defaults(run=_bench)
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["bench"]:
+        from . import bench  # With TensorFlow, as its options name what only that knows.
+
+        bench.add_arguments(command)
     options = parser.parse_args(arguments)
     try:
         exit_code = options.run(options)
@@ -78,6 +85,12 @@ def _plan(options: argparse.Namespace) -> int:
 
         draw_plan(plan, options.plot)
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from . import bench
+
+    return bench.run(options)
 
 
 def _positive(text: str) -> int:

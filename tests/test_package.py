@@ -41,7 +41,16 @@ FLOW = [
     "keras_entry",
     "model",
 ]
-END_OF_FLOW = ["selfcheck", "doctor", "demo", "__main__"]  # They may import the package itself.
+END_OF_FLOW = [
+    "selfcheck",
+    "doctor",
+    "demo",
+    "bench_contenders",
+    "bench_figures",
+    "bench_report",
+    "bench",
+    "__main__",
+]  # They may import the package itself.
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 
 
