@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 # While Python looks for the program that `python -m` names, the first word is "-m". `python -m keras_gpufeed doctor`
 # must answer where TensorFlow cannot be imported, and `plan` needs none: then whatever asks for a name imports it.
 if _typing.TYPE_CHECKING or _sys.argv[:1] != ["-m"] or "__getattr__" in globals():
+    from . import compat as compat
     from . import exact as _exact
     from . import internals as _internals
     from . import keras_entry as _keras_entry

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -378,6 +379,48 @@ class MapSource(BatchSource):
         return (stack([self._samples[place] for place in places]) for places in chosen)
 
 
+class EveryNthBatch(BatchSource):
+    """Every n-th batch of a source; the others are made and left out.
+
+    Args:
+        source: The source.
+        first: Its first batch here.
+        stride: How far it is from one batch to the next.
+    """
+
+    def __init__(self, source: BatchSource, first: int, stride: int) -> None:
+        self._source, self._first, self._stride = source, first, stride
+        self.can_repeat, self.waits_for_epoch_end = source.can_repeat, source.waits_for_epoch_end
+
+    @property
+    def lends_memory(self) -> bool:
+        """As of the source."""
+        return self._source.lends_memory
+
+    @property
+    def num_batches(self) -> int | None:  # type: ignore[override]
+        """Batches of the next pass, if their number is known."""
+        total = self._source.num_batches
+        return None if total is None else len(range(self._first, total, self._stride))
+
+    def keeping_remainder(self) -> BatchSource:
+        """Every n-th batch where nothing is left out."""
+        return EveryNthBatch(self._source.keeping_remainder(), self._first, self._stride)
+
+    def on_epoch_end(self) -> None:
+        """Passed on."""
+        self._source.on_epoch_end()
+
+    def close(self) -> None:
+        """Passed on."""
+        self._source.close()
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass."""
+        first = self._first + start * self._stride
+        return itertools.islice(self._source.batches(epoch, seed, 0), first, None, self._stride)
+
+
 def make_batch_source(
     x: Any, batch_size: int | None, batched: bool, drop_remainder: bool, workers: WorkerSettings | None
 ) -> BatchSource | None:
@@ -390,6 +433,8 @@ def make_batch_source(
         drop_remainder: Whether to leave out a last batch smaller than `batch_size`.
         workers: How to make batches in processes; None for this one.
     """
+    if isinstance(x, BatchSource):
+        return x
     if _is_map(x) and not isinstance(x, (tf.keras.utils.Sequence, tf.data.Dataset)):
         return MapSource(x, batch_size or DEFAULT_BATCH_SIZE, drop_remainder, workers)
     if isinstance(x, tf.distribute.DistributedDataset):
@@ -442,6 +487,12 @@ def _source_of(x: Any, workers: WorkerSettings | None) -> BatchSource | None:
     if hasattr(x, "__iter__"):
         return GeneratorSource(x.__iter__, x.__len__ if hasattr(x, "__len__") else None)
     return None
+
+
+class JoinedBatch(tuple):
+    """A global batch whose source decides how many samples of it each replica gets."""
+
+    sizes: tuple[int, ...]
 
 
 class BatchCaster:

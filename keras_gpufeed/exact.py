@@ -117,7 +117,7 @@ def _run(original: Callable) -> Callable:
         kwargs: Any = None,
         options: Any = None,
     ) -> Any:
-        fed = next((arg for arg in args if isinstance(arg, FedElement)), None)
+        fed = next((arg for arg in tf.nest.flatten((args, kwargs)) if isinstance(arg, FedElement)), None)
         if fed is None:
             return original(strategy, fn, args, kwargs, options)
         converted = internals.convert_for_graph(fn)
@@ -127,8 +127,10 @@ def _run(original: Callable) -> Callable:
             with _ReplicaStep(shares, fed.small_tails, num_replicas):
                 return converted(*args, **kwargs)
 
-        plain_args = tuple(arg.data if arg is fed else arg for arg in args)
-        outputs = original(strategy, replica_fn, (fed.shares, plain_args, kwargs or {}), None, options)
+        plain_args, plain_kwargs = tf.nest.map_structure(
+            lambda arg: arg.data if isinstance(arg, FedElement) else arg, (tuple(args), kwargs or {})
+        )
+        outputs = original(strategy, replica_fn, (fed.shares, plain_args, plain_kwargs), None, options)
         return _combine(outputs, fed, num_replicas)
 
     return run

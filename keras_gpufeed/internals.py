@@ -35,6 +35,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
 from tensorflow.python.framework import composite_tensor, kernels, type_spec
 from tensorflow.python.types import distribute as distribute_types
+from tensorflow.python.util import nest
 
 Wrapper = Callable[[Callable], Callable]
 
@@ -163,8 +164,10 @@ class DistributedDataset(distribute_types.DistributedDatasetInterface):
     """Base of what an adapter hands to Keras; Keras distributes anything else once more."""
 
 
-class FedElement:
+class FedElement(composite_tensor.CompositeTensor):
     """The data of one step with its shares beside it, on the way from the iterator to the replicas.
+
+    In a loop of the user's it passes through a `tf.function` and may be unpacked: its parts know the shares too.
 
     Args:
         data: Per-replica structure, as `train_step` is to get it.
@@ -176,6 +179,62 @@ class FedElement:
 
     def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool) -> None:
         self.data, self.shares, self.predicting, self.small_tails = data, shares, predicting, small_tails
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, key: Any) -> FedElement:
+        return FedElement(self.data[key], self.shares, self.predicting, self.small_tails)
+
+    def __iter__(self) -> Iterator:
+        return iter([self[key] for key in (self.data if isinstance(self.data, dict) else range(len(self.data)))])
+
+    @property
+    def _type_spec(self) -> _FedElementSpec:
+        specs = nest.map_structure(type_spec.type_spec_from_value, (self.data, _or_nothing(self.shares)))
+        return _FedElementSpec(*specs, self.predicting, self.small_tails)
+
+
+def _or_nothing(shares: Any) -> Any:
+    return () if shares is None else shares
+
+
+class _FedElementSpec(type_spec.TypeSpec):
+    """Lets the data of a step be an argument of a `tf.function`."""
+
+    def __init__(self, data: Any, shares: Any, *flags: bool) -> None:
+        self._specs, self._flags = (data, shares), flags
+
+    value_type = property(lambda self: FedElement)
+    _component_specs = property(lambda self: self._specs)
+
+    def _serialize(self) -> tuple:
+        return (*self._specs, *self._flags)
+
+    def _to_components(self, value: FedElement) -> Any:
+        return value.data, _or_nothing(value.shares)
+
+    def _from_components(self, components: Any) -> FedElement:
+        data, shares = components
+        return FedElement(data, None if isinstance(shares, tuple) else shares, *self._flags)
+
+
+class _FedOptional:
+    """The next `FedElement`, if there is one; loops over an iterator in a `tf.function` ask for it.
+
+    Args:
+        optionals: TensorFlow's, one for each device.
+        make_element: Makes the element of their values.
+    """
+
+    def __init__(self, optionals: list, make_element: Callable) -> None:
+        self._optionals, self._make_element = optionals, make_element
+
+    def has_value(self) -> tf.Tensor:
+        return self._optionals[0].has_value()
+
+    def get_value(self) -> Any:
+        return self._make_element([optional.get_value() for optional in self._optionals])
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):
@@ -191,21 +250,29 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         small_tails: Passed on to the elements.
     """
 
+    on_end: Callable[[], None] | None = None  # Called when the data has ended or failed; may raise.
+
     def __init__(self, inner: Any, even: bool, predicting: bool, small_tails: bool) -> None:
         self._inner, self._even, self._predicting, self._small_tails = inner, even, predicting, small_tails
 
     def __next__(self) -> Any:
         try:
             return self.get_next()
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
+        except tf.errors.OpError as error:
+            if self.on_end is not None:
+                self.on_end()
+            if isinstance(error, tf.errors.OutOfRangeError):
+                raise StopIteration from None
+            raise
 
     def __iter__(self) -> Iterator:
         return self
 
     def get_next(self) -> Any:
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
-        elements = self._inner.get_next()
+        return self._make_element(self._inner.get_next())
+
+    def _make_element(self, elements: list) -> Any:
         if len(elements) == 1:
             return elements[0]
         if self._even:
@@ -214,8 +281,8 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         return FedElement(data, shares, self._predicting, self._small_tails)
 
     def get_next_as_optional(self) -> Any:
-        """Not offered: a feeder knows its steps."""
-        raise TypeError("The iterator of a feeder has no optional elements; it knows its steps.")
+        """The next element, or that there is none; `for` loops in a `tf.function` use it."""
+        return _FedOptional(self._inner.get_next_as_optional(), self._make_element)
 
     @property
     def element_spec(self) -> Any:

@@ -152,7 +152,7 @@ def _prepare(model: tf.keras.Model, name: str, arguments: dict) -> None:
     if not isinstance(feeder, DistributedFeeder):
         return  # Only the validation data is a feeder; it takes whichever strategy the model lives on.
     was_moved = internals.lives_on(model) is None
-    distribute(model)
+    distribute(model, strategies.strategy_of(feeder.num_sources) if was_moved and feeder.num_sources else None)
     strategy = model.distribute_strategy
     strategies.prepare(strategy)
     _check_model(model, name, feeder, strategy)
@@ -267,6 +267,11 @@ def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, st
         raise StrategyError(
             "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
             "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
+        )
+    if feeder.num_sources is not None and name == "predict":
+        raise SourceError(
+            "predict returns one row for each sample in input order, and sources side by side have none in common. "
+            "Predict from each source: model.predict(DistributedFeeder(x))."
         )
     if feeder.is_streaming:
         return  # What it gives is known when it has been read.

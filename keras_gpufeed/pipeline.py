@@ -21,21 +21,23 @@ import numpy as np
 import tensorflow as tf
 
 from . import internals
+from . import strategy as strategies
 from .batch_sources import takes
 from .order import sample_seeds
-from .plan import BatchPlan, split_batch
+from .overrides import Override, place_overrides, split_for
+from .plan import BatchPlan, Split
 
 _stream_ids = itertools.count()
 _UNBOUNDED = (1 << 62) - 1
 _streams: dict[int, Any] = {}  # Those that an iterator reads.
 
 
-def _cut(num_samples: int, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    split = split_batch(num_samples, num_replicas)
+def _cut(split: Split) -> tuple[np.ndarray, np.ndarray]:
+    num_replicas = len(split.parts)
     shares = [
         (
             share / num_replicas,  # Weight of a mean over the replica's samples.
-            num_samples / size,  # Brings a sum over them to the mean's footing.
+            split.num_samples / size,  # Brings a sum over them to the mean's footing.
             0.0 if split.small_tail and replica else 1.0,  # Whether the samples count here.
         )
         for replica, (share, size) in enumerate(zip(split.shares, split.sizes))
@@ -52,6 +54,7 @@ class Pipeline(internals.DistributedDataset):
         transforms: Functions on `(x, y, sample_weight)` of a global batch, applied in order.
         predicting: True if batches are for `predict`.
         seed: For the seeds of the samples, which a transform with an argument `seed` is given; None if none is.
+        overrides: What single replicas get for single inputs.
     """
 
     def __init__(
@@ -61,20 +64,23 @@ class Pipeline(internals.DistributedDataset):
         transforms: tuple[Callable, ...],
         predicting: bool,
         seed: int | None,
+        overrides: tuple[Override, ...],
     ) -> None:
         self.plan, self.strategy = plan, strategy
-        self._transforms, self._predicting, self._seed = transforms, predicting, seed
+        self._transforms, self._predicting, self._seed, self._overrides = transforms, predicting, seed, overrides
         self._graphs: list[_Graph] = []
 
     def with_transform(self, function: Callable) -> Pipeline:
         """The same steps with `function` applied to each global batch."""
-        return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting, self._seed)
+        transforms = (*self._transforms, function)
+        return Pipeline(self.plan, self.strategy, transforms, self._predicting, self._seed, self._overrides)
 
-    def iterate(self, stream: Any) -> Iterator:
+    def iterate(self, stream: Any, on_end: Callable[[], None] | None = None) -> Iterator:
         """Starts reading.
 
         Args:
             stream: What to read.
+            on_end: For a loop that is not Keras's: called when the data has ended or failed; may raise.
 
         Returns:
             An iterator of `(x, y, sample_weight)`: of tensors for one device, else of per-replica values.
@@ -83,17 +89,19 @@ class Pipeline(internals.DistributedDataset):
         _streams[stream_id] = stream
         dataset = self._graph_for(stream).dataset(stream_id)
         plan = self.plan
-        if internals.is_default(self.strategy):
+        is_default = internals.is_default(self.strategy)
+        if is_default and on_end is None:
             iterator = iter(dataset.prefetch(plan.prefetch))
         else:
             iterator = internals.iterate_on_devices(
                 dataset,
-                internals.replica_devices(self.strategy),
+                strategies.first_device() if is_default else internals.replica_devices(self.strategy),
                 plan.prefetch,
                 even=plan.even,
                 predicting=self._predicting,
                 small_tails=plan.has_small_tail,
             )
+            iterator.on_end = on_end
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator
 
@@ -103,7 +111,7 @@ class Pipeline(internals.DistributedDataset):
         for graph in self._graphs:
             if _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms, self._seed)
+        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides)
         self._graphs.append(graph)
         return graph
 
@@ -111,8 +119,16 @@ class Pipeline(internals.DistributedDataset):
 class _Graph:
     """The traced `tf.data` graph, with the stream's number as its input."""
 
-    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], seed: int | None) -> None:
+    def __init__(
+        self,
+        batch_spec: Any,
+        plan: BatchPlan,
+        transforms: tuple[Callable, ...],
+        seed: int | None,
+        overrides: tuple[Override, ...],
+    ) -> None:
         self.batch_spec, self._plan, self._transforms, self._seed = batch_spec, plan, transforms, seed
+        self._overrides = place_overrides(overrides, batch_spec)
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
         self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
@@ -128,7 +144,7 @@ class _Graph:
         for transform in self._transforms:
             dataset = dataset.map(functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
-            dataset = dataset.map(lambda data, *_: _as_keras_does(data))
+            dataset = dataset.map(lambda data, *_: as_keras_does(data))
         else:
             dataset = dataset.flat_map(self._deal)
         options = tf.data.Options()
@@ -145,7 +161,13 @@ class _Graph:
         dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float64]
         if self._seed is not None:
             dtypes.append(tf.int32)
-        read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs, seed=self._seed)
+        read = functools.partial(
+            _read_stream,
+            num_replicas=self._plan.num_replicas,
+            specs=specs,
+            seed=self._seed,
+            overrides=self._overrides,
+        )
         tensors = tf.numpy_function(read, [stream_id, step], dtypes)
         arrays, (parts, shares, *seeds) = tensors[: len(specs)], tensors[len(specs) :]
         for array, spec in zip(arrays, specs):
@@ -159,7 +181,7 @@ class _Graph:
     def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
         def part(replica: tf.Tensor) -> tuple:
             start, stop = parts[replica, 0], parts[replica, 1]
-            sliced = _as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
+            sliced = as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
             return sliced if self._plan.even else (sliced, shares[replica])
 
         return tf.data.Dataset.range(self._plan.num_replicas).map(part)
@@ -179,7 +201,7 @@ def _num_samples(component: Any) -> tf.Tensor:
     return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
-def _as_keras_does(data: tuple) -> Any:
+def as_keras_does(data: tuple) -> Any:
     """A lone input goes to `train_step` by itself, unless it is a tuple: there it could be taken for (x, y)."""
     return data[0] if len(data) == 1 and not isinstance(data[0], tuple) else data
 
@@ -206,7 +228,13 @@ def _admits(spec: Any, other: Any) -> bool:
 
 
 def _read_stream(
-    stream_id: np.ndarray, step: np.ndarray, *, num_replicas: int, specs: list[tf.TensorSpec], seed: int | None
+    stream_id: np.ndarray,
+    step: np.ndarray,
+    *,
+    num_replicas: int,
+    specs: list[tf.TensorSpec],
+    seed: int | None,
+    overrides: tuple[tuple, ...],
 ) -> list[np.ndarray]:
     stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
     batch = None if stream is None else stream.read(int(step))
@@ -214,8 +242,12 @@ def _read_stream(
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
         seeds = [] if seed is None else [np.zeros((0, 2), np.int32)]
         return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64), *seeds]
-    seeds = [] if seed is None else [sample_seeds(seed, batch.epoch, batch.samples)]
-    return [*batch.arrays, *_cut(batch.num_samples, num_replicas), *seeds]
+    split, arrays = split_for(batch, num_replicas, overrides, len(specs))
+    seeds = []
+    if seed is not None:
+        repeated = num_replicas if overrides and split.small_tail else 1  # As `split_for` repeats the samples.
+        seeds = [sample_seeds(seed, batch.epoch, np.tile(batch.samples, repeated))]
+    return [*arrays, *_cut(split), *seeds]
 
 
 def _host_dtype(spec: tf.TensorSpec) -> Any:

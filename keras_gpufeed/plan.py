@@ -8,6 +8,7 @@ Leaves: which sample stands at which place (order), reading samples (sources), T
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import cast
 
 from .errors import SourceError
@@ -66,6 +67,23 @@ def split_batch(num_samples: int, num_replicas: int) -> Split:
     size, extra = divmod(num_samples, num_replicas)
     starts = [replica * size + min(replica, extra) for replica in range(num_replicas + 1)]
     return Split(num_samples, tuple(zip(starts[:-1], starts[1:])), small_tail=False)
+
+
+def split_of_sizes(sizes: tuple[int, ...]) -> Split:
+    """The split into parts of given sizes, one after the other.
+
+    Args:
+        sizes: Samples of each replica, each at least 1.
+
+    Returns:
+        The `Split`.
+
+    Example:
+        >>> split_of_sizes((3, 1)).shares
+        (1.5, 0.5)
+    """
+    stops = tuple(itertools.accumulate(sizes))
+    return Split(stops[-1], tuple(zip((0, *stops[:-1]), stops)), small_tail=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +255,7 @@ class BatchPlan:
         rows = [("devices", ", ".join(self.devices)), ("strategy", self.strategy)]
         if self.steps is not None:
             first, last = self.split(0), self.split(self.steps - 1)
-            if first.num_samples == self.global_batch_size:
+            if first.num_samples == self.global_batch_size or self.steps > 1:
                 rows.append(("a full step", _describe(first)))
             if last != first or self.steps == 1:
                 rows.append(("the last step", _describe(last)))
@@ -306,6 +324,109 @@ class BatchPlan:
 def strategy_name(num_replicas: int) -> str:
     """The strategy that models get for so many replicas, for display."""
     return "MirroredStrategy" if num_replicas > 1 else "none: one device needs none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How one replica's own source is cut into steps.
+
+    Args:
+        num_samples: Samples in one pass over the source.
+        samples: A step takes `samples / steps` samples, rounded so that every sample is taken once.
+        steps: See `samples`.
+
+    Example:
+        >>> pace = Pace(10, samples=5, steps=2)
+        >>> pace.num_steps, [pace.samples_of(step) for step in range(4)]
+        (4, [(0, 2), (2, 5), (5, 7), (7, 10)])
+    """
+
+    num_samples: int
+    samples: int
+    steps: int = 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in one pass."""
+        return -(-self.num_samples * self.steps // self.samples)
+
+    def samples_of(self, step: int) -> tuple[int, int]:
+        """The places `(start, stop)` in the source's order that `step` covers."""
+        start, stop = (place * self.samples // self.steps for place in (step, step + 1))
+        return start, min(stop, self.num_samples)
+
+
+def proportional_paces(lengths: list[int], global_batch_size: int) -> tuple[Pace, ...]:
+    """Paces at which sources of different lengths end together.
+
+    Args:
+        lengths: Samples of each replica's source.
+        global_batch_size: Samples that all replicas together take in a step, but for rounding.
+
+    Raises:
+        SourceError: If a source is too short to give a sample to each step.
+
+    Example:
+        >>> [pace.samples_of(0) for pace in proportional_paces([20, 10], 6)]
+        [(0, 4), (0, 2)]
+    """
+    total = sum(lengths)
+    for replica_id, length in enumerate(lengths):
+        if length * global_batch_size < total:
+            raise SourceError(
+                f"The source of replica {replica_id} has {length} sample(s), too few to give one to each of the "
+                f"{-(-total // global_batch_size)} steps of {global_batch_size} samples that all sources together "
+                "make. Use a larger batch_size, or an iterator such as itertools.repeat for a source that is to be "
+                "read again and again."
+            )
+    return tuple(Pace(length, global_batch_size * length, total) for length in lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourcesPlan(BatchPlan):
+    """The plan of replicas that have a source each.
+
+    Args:
+        paces: How each source is cut; empty if one of them does not know its length.
+    """
+
+    paces: tuple[Pace, ...] = ()
+
+    @property
+    def steps(self) -> int | None:
+        """Steps in one pass, or None if a source does not know its length."""
+        return self.paces[0].num_steps if self.paces else None
+
+    def split(self, step: int) -> Split:
+        """What each replica takes from its source in `step`."""
+        ranges = [pace.samples_of(step) for pace in self.paces]
+        return split_of_sizes(tuple(stop - start for start, stop in ranges))
+
+    @property
+    def even(self) -> bool:
+        """True if in every step all replicas get equally many samples."""
+        return len(set(self.paces)) == 1
+
+    @property
+    def has_small_tail(self) -> bool:
+        """Never: each replica has samples of its own in every step."""
+        return False
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Who waits for whom."""
+        if self.even:
+            return ("all replicas are equally busy",)
+        return ("the replica with the most samples sets the pace of each step",)
+
+    def _describe_stock(self) -> list[str]:
+        return []  # It has no such thing.
+
+    def _describe_shares(self, first: Split, last: Split) -> str:
+        if self.even or self.num_replicas == 1:
+            return super()._describe_shares(first, last)
+        shares = ", ".join(f"{share:.3g}" for share in first.shares)
+        return f"each replica weighs by its samples of the step: at first {shares}"
 
 
 def _count(number: int | None, noun: str) -> str:

@@ -127,6 +127,27 @@ class SampleRange:
         return self._source.read(samples + self._start)
 
 
+class EveryNthSample:
+    """Every n-th sample of a source, as a source.
+
+    Args:
+        source: Any index-addressed source.
+        first: Its first sample here.
+        stride: How far it is from one sample to the next.
+    """
+
+    def __init__(self, source: Any, first: int, stride: int) -> None:
+        self._source, self._first, self._stride = source, first, stride
+        self.num_samples = len(range(first, source.num_samples, stride))
+        self.element_spec, self.sample_bytes = source.element_spec, source.sample_bytes
+
+    def read(self, samples: Samples) -> list[np.ndarray]:
+        """The components of one batch."""
+        if isinstance(samples, slice):
+            samples = np.arange(samples.start, samples.stop)
+        return self._source.read(samples * self._stride + self._first)
+
+
 class _ArrayComponent:
     """A NumPy array of numbers; memory maps included."""
 

@@ -103,6 +103,12 @@ def visible_device_names() -> tuple[str, ...]:
     return tuple(f"{'GPU' if gpus else 'CPU'}:{place}" for place in range(number))
 
 
+def first_device() -> tuple[str]:
+    """The name of the device on which TensorFlow computes where no strategy says otherwise."""
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return (devices[0].name,)
+
+
 def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
     """The strategy that the package uses when it is not told otherwise.
 
@@ -145,6 +151,25 @@ def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy
     if len(set(names)) < len(names):
         raise StrategyError(f"Each device may be named once. Received {list(devices)}.")
     return _make_strategy(names)
+
+
+def strategy_of(num_replicas: int) -> tf.distribute.Strategy:
+    """The strategy of the first devices that `get_strategy` would use.
+
+    Args:
+        num_replicas: How many of them.
+
+    Raises:
+        StrategyError: If there are not so many.
+    """
+    visible = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    if len(visible) < num_replicas:
+        raise StrategyError(
+            f"{num_replicas} devices were asked for, but {len(visible)} can be seen: "
+            f"{', '.join(_short_name(device.name) for device in visible)}. Ask for fewer, or make more visible; "
+            f"keras_gpufeed.use_virtual_devices({num_replicas}) tries it on a computer without GPUs."
+        )
+    return get_strategy([device.name for device in visible[:num_replicas]] if num_replicas < len(visible) else None)
 
 
 @functools.cache

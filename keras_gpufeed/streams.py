@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import tensorflow as tf
 
-from .batch_sources import BatchCaster
+from .batch_sources import BatchCaster, JoinedBatch
 from .errors import SourceError
 from .order import EpochOrder
 from .plan import BatchPlan
@@ -33,12 +33,14 @@ class Batch(NamedTuple):
         arrays: Its arrays, in the order of `tf.nest.flatten(..., expand_composites=True)`.
         epoch: The pass it belongs to.
         samples: The numbers of its samples, of shape `(num_samples,)`: different for all samples of a pass.
+        sizes: Samples of each replica, where the source decides; they lie in the batch one behind the other.
     """
 
     num_samples: int
     arrays: list
     epoch: int
     samples: np.ndarray
+    sizes: tuple[int, ...] | None = None
 
 
 class Failure:
@@ -81,11 +83,12 @@ class SampleStream:
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, step: int) -> Batch | None:
+    def read(self, step: int, replica_id: int | None = None) -> Batch | None:
         """The global batch of a step, or None after the last.
 
         Args:
             step: Step of the stream, from 0.
+            replica_id: A replica whose part alone is to be read.
         """
         if self.failure is not None:
             self.failure.raise_again()  # The iterator goes on for other devices; what they see is no end of data.
@@ -94,6 +97,9 @@ class SampleStream:
         try:
             epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
+            if replica_id is not None:
+                first, last = self._plan.split(step_of_pass).parts[replica_id]
+                start, stop = start + first, start + last
             samples = self._samples(epoch, start, stop)
             arrays = self._source.read(samples)
             numbers = np.arange(start, stop) if self._seed is None else samples
@@ -278,30 +284,35 @@ class BatchStream:
     def _wants_pass(self, epoch: int) -> bool:
         if self._limit is not None:
             return not self._closed and self._num_given < self._limit
+        if epoch >= self._epochs[1]:
+            return False
         with self._changed:
             self._changed.wait_for(lambda: self._may_read(epoch - self._epochs[0]) or self._closed)
-        return epoch < self._epochs[1] and not self._closed
+        return not self._closed
 
     def _may_read(self, epoch: int) -> bool:
         return not self._source.waits_for_epoch_end or epoch < self._epochs_allowed
 
     def _offer(self, batch: Any) -> bool:
         """Takes a batch in; False if no more are wanted."""
+        sizes = batch.sizes if isinstance(batch, JoinedBatch) else None
         if self._caster.element_spec is None:
-            self._first.append(self._caster.hold(batch))
+            self._first.append((self._caster.hold(batch), sizes))
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
-            self._queue(self._caster.cast(batch, self._name_of_next()))
+            self._queue(self._caster.cast(batch, self._name_of_next()), sizes)
         self._num_given += 1
         if self._limit is None:
             return not self._closed
+        if self._num_given >= self._limit:
+            return False
         epoch = (self._num_given + self._start) // self._steps_per_epoch
         if not self._may_read(epoch):
             self._settle_type()  # The epoch must not wait for a batch of the next one.
         with self._changed:
             self._changed.wait_for(lambda: self._may_read(epoch) or self._closed)
-        return self._num_given < self._limit and not self._closed
+        return not self._closed
 
     def _name_of_next(self) -> str:
         """What messages call the next batch: numbered as `epoch=` and indices are, not as Keras's display."""
@@ -311,18 +322,18 @@ class BatchStream:
     def _settle_type(self) -> None:
         """Learns the type from the batches that were held back, and queues them."""
         if self._first:
-            self._caster.learn(self._first)
+            self._caster.learn([batch for batch, _ in self._first])
             first, self._first = self._first, []
-            for batch in first:
-                self._queue(self._caster.cast(batch, self._name_of_next()))
+            for batch, sizes in first:
+                self._queue(self._caster.cast(batch, self._name_of_next()), sizes)
 
-    def _queue(self, batch: tuple[int, list[np.ndarray]]) -> None:
+    def _queue(self, batch: tuple[int, list[np.ndarray]], sizes: tuple[int, ...] | None) -> None:
         (num_samples, arrays), (epoch, number) = batch, self._place
         self._place = epoch, number + 1
         # Where a batch begins among the samples is not known in a resumed run, so its number comes first.
         samples = (np.int64(number) << np.int64(32)) + np.arange(num_samples)
         with self._changed:
-            self._waiting.append(Batch(num_samples, arrays, epoch, samples))
+            self._waiting.append(Batch(num_samples, arrays, epoch, samples, sizes))
             self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)
