@@ -1,6 +1,6 @@
 """The one place that touches private parts of TensorFlow and Keras.
 
-Flow:   errors -> plan -> order -> [internals] -> sources -> ...
+Flow:   errors -> plan -> order -> splitting -> [internals] -> sources -> ...
 Owns:   every import from `tensorflow.python` and `keras.src` and every use of their private attributes, each
         with its reason. Read in TensorFlow 2.15.1 and Keras 2.15.0; `setup.cfg` admits no other minor version.
 Leaves: what to do at these places (exact, promotion, keras_entry), so that this file decides nothing.
@@ -36,6 +36,8 @@ from tensorflow.python.eager.polymorphic_function import autograph_util, polymor
 from tensorflow.python.framework import composite_tensor, kernels, type_spec
 from tensorflow.python.types import distribute as distribute_types
 from tensorflow.python.util import nest
+
+from .splitting import as_keras_does, part_of
 
 Wrapper = Callable[[Callable], Callable]
 
@@ -223,37 +225,39 @@ class _FedOptional:
     """The next `FedElement`, if there is one; loops over an iterator in a `tf.function` ask for it.
 
     Args:
-        optionals: TensorFlow's, one for each device.
-        make_element: Makes the element of their values.
+        inner: TensorFlow's: one, or a list of one for each device.
+        make_element: Makes the element of what it holds.
     """
 
-    def __init__(self, optionals: list, make_element: Callable) -> None:
-        self._optionals, self._make_element = optionals, make_element
+    def __init__(self, inner: Any, make_element: Callable) -> None:
+        self._inner, self._make_element = inner, make_element
 
     def has_value(self) -> tf.Tensor:
-        return self._optionals[0].has_value()
+        return tf.nest.flatten(self._inner)[0].has_value()
 
     def get_value(self) -> Any:
-        return self._make_element([optional.get_value() for optional in self._optionals])
+        return self._make_element(tf.nest.map_structure(lambda optional: optional.get_value(), self._inner))
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):
-    """Iterates a data set whose consecutive elements go to consecutive devices, with a buffer on each.
+    """Iterates the steps of a feed on several devices.
 
     The public way, `distribute_datasets_from_function`, fixes the buffers to one element and answers a
     finite data set with a branch that makes up empty batches.
 
     Args:
-        inner: TensorFlow's iterator over the devices.
-        even: True if elements are `data`, False if they are `(data, shares)`.
+        inner: TensorFlow's iterator: of batches with how to split them; or of parts for each device in turn.
+        devices: The devices to split batches for; empty if that has been done.
+        even: True if parts go without shares.
         predicting: Passed on to the elements.
         small_tails: Passed on to the elements.
     """
 
     on_end: Callable[[], None] | None = None  # Called when the data has ended or failed; may raise.
 
-    def __init__(self, inner: Any, even: bool, predicting: bool, small_tails: bool) -> None:
-        self._inner, self._even, self._predicting, self._small_tails = inner, even, predicting, small_tails
+    def __init__(self, inner: Any, devices: tuple[str, ...], even: bool, predicting: bool, small_tails: bool) -> None:
+        self._inner, self._devices = inner, devices
+        self._even, self._predicting, self._small_tails = even, predicting, small_tails
 
     def __next__(self) -> Any:
         try:
@@ -272,7 +276,11 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
         return self._make_element(self._inner.get_next())
 
-    def _make_element(self, elements: list) -> Any:
+    def _make_element(self, elements: Any) -> Any:
+        if len(self._devices) == 1:
+            return elements
+        if self._devices:
+            elements = [self._deal(replica, *elements) for replica in range(len(self._devices))]
         if len(elements) == 1:
             return elements[0]
         if self._even:
@@ -280,24 +288,33 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         data, shares = regroup(elements)
         return FedElement(data, shares, self._predicting, self._small_tails)
 
+    def _deal(self, replica: int, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: Any) -> Any:
+        with tf.device(self._devices[replica]):
+            part = part_of(data, parts, replica)
+            return part if self._even else (part, shares[replica])
+
     def get_next_as_optional(self) -> Any:
         """The next element, or that there is none; `for` loops in a `tf.function` use it."""
         return _FedOptional(self._inner.get_next_as_optional(), self._make_element)
 
     @property
     def element_spec(self) -> Any:
-        """The type of one replica's element."""
-        return self._inner.element_spec
+        """The type of one replica's data."""
+        spec = self._inner.element_spec
+        if len(self._devices) > 1:
+            return as_keras_does(spec[0])
+        return spec if self._devices or self._even else spec[0]
 
     @property
     def _type_spec(self) -> _FeedIteratorSpec:
-        return _FeedIteratorSpec(self._inner._type_spec, self._even, self._predicting, self._small_tails)
+        flags = (self._even, self._predicting, self._small_tails)
+        return _FeedIteratorSpec(self._inner._type_spec, self._devices, *flags)
 
 
 class _FeedIteratorSpec(type_spec.TypeSpec):
     """Lets the iterator be an argument of a `tf.function`."""
 
-    def __init__(self, inner: type_spec.TypeSpec, *flags: bool) -> None:
+    def __init__(self, inner: type_spec.TypeSpec, *flags: Any) -> None:
         self._inner, self._flags = inner, flags
 
     value_type = property(lambda self: FeedIterator)
@@ -316,7 +333,16 @@ class _FeedIteratorSpec(type_spec.TypeSpec):
 def iterate_on_devices(
     dataset: tf.data.Dataset, devices: tuple[str, ...], prefetch: int, **flags: bool
 ) -> FeedIterator:
-    """Deals the elements of `dataset` to `devices`, with one of `prefetch` on each device and the rest on the host."""
+    """Iterates the steps of a feed, with `prefetch` of them made ahead.
+
+    Args:
+        dataset: Steps whole where `share_memory_with_host`; else their parts for one device after the other.
+        devices: Of the replicas.
+        prefetch: Global batches to make ahead; where devices have memory of their own, one of them is there.
+        **flags: As for `FeedIterator`.
+    """
+    if share_memory_with_host(devices):
+        return FeedIterator(iter(dataset.prefetch(prefetch)), devices, **flags)
     inner = multi_device_iterator_ops.OwnedMultiDeviceIterator(
         dataset,
         devices=devices,
@@ -324,7 +350,12 @@ def iterate_on_devices(
         max_buffer_size=max(prefetch - 1, 1),
         prefetch_buffer_size=min(prefetch, 1),
     )
-    return FeedIterator(inner, **flags)
+    return FeedIterator(inner, (), **flags)
+
+
+def share_memory_with_host(devices: tuple[str, ...]) -> bool:
+    """True if tensors need no copy to get to any of the devices."""
+    return all("GPU" not in device for device in devices)
 
 
 # --- Strategies --------------------------------------------------------------------------------------------
