@@ -442,6 +442,7 @@ class BatchCaster:
         self._keeps_memory = keeps_memory
         self.element_spec = None if element_spec is None else as_batch_structure(element_spec)
         self._pools: list[BufferPool] = []
+        self.copied_bytes = 0  # So far.
 
     def learn(self, batches: list) -> None:
         """Takes the type from the first batches: an axis whose length changes among them may change later on."""
@@ -505,6 +506,7 @@ class BatchCaster:
             return array
         out = pool.empty(array.shape, spec.dtype.as_numpy_dtype)
         np.copyto(out, array, casting="same_kind")
+        self.copied_bytes += out.nbytes
         return out
 
 

@@ -1,6 +1,6 @@
 """The one place that touches private parts of TensorFlow and Keras.
 
-Flow:   errors -> plan -> order -> [internals] -> sources -> ...
+Flow:   errors -> plan -> order -> stamps -> [internals] -> sources -> ...
 Owns:   every import from `tensorflow.python` and `keras.src` and every use of their private attributes, each
         with its reason. Read in TensorFlow 2.15.1 and Keras 2.15.0; `setup.cfg` admits no other minor version.
 Leaves: what to do at these places (exact, promotion, keras_entry), so that this file decides nothing.
@@ -34,6 +34,8 @@ from tensorflow.python.distribute import cross_device_utils, distribute_lib, dis
 from tensorflow.python.eager import context
 from tensorflow.python.framework import composite_tensor, type_spec
 from tensorflow.python.types import distribute as distribute_types
+
+from .stamps import step_stamps
 
 Wrapper = Callable[[Callable], Callable]
 
@@ -169,10 +171,12 @@ class FedElement:
             its samples count (0 on the replicas of a small tail that repeat them). None if all steps are even.
         predicting: True if what the step returns are rows to concatenate.
         small_tails: True if a step may have fewer samples than replicas.
+        row: Where a monitored step notes its times; None if nobody looks.
     """
 
-    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool) -> None:
+    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool, row: Any) -> None:
         self.data, self.shares, self.predicting, self.small_tails = data, shares, predicting, small_tails
+        self.row = row
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):
@@ -182,14 +186,16 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
     finite data set with a branch that makes up empty batches.
 
     Args:
-        inner: TensorFlow's iterator over the devices.
+        inner: TensorFlow's iterator over the devices, or over the batches for the default strategy.
         even: True if elements are `data`, False if they are `(data, shares)`.
         predicting: Passed on to the elements.
         small_tails: Passed on to the elements.
+        monitored: True if steps note how long they waited for data.
     """
 
-    def __init__(self, inner: Any, even: bool, predicting: bool, small_tails: bool) -> None:
+    def __init__(self, inner: Any, even: bool, predicting: bool, small_tails: bool, monitored: bool) -> None:
         self._inner, self._even, self._predicting, self._small_tails = inner, even, predicting, small_tails
+        self._monitored = monitored
 
     def __next__(self) -> Any:
         try:
@@ -202,13 +208,23 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     def get_next(self) -> Any:
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
-        elements = self._inner.get_next()
+        row = None
+        if self._monitored:
+            with tf.device("/device:CPU:0"):
+                began = tf.timestamp()
+            with tf.control_dependencies([] if tf.executing_eagerly() else [began]):
+                elements = self._inner.get_next()
+            row = step_stamps().note_wait(began, tf.nest.flatten(elements, expand_composites=True))
+        else:
+            elements = self._inner.get_next()
+        if not isinstance(self._inner, multi_device_iterator_ops.OwnedMultiDeviceIterator):
+            return elements
         if len(elements) == 1:
             return elements[0]
         if self._even:
-            return FedElement(regroup(elements), None, self._predicting, self._small_tails)
+            return FedElement(regroup(elements), None, self._predicting, self._small_tails, row)
         data, shares = regroup(elements)
-        return FedElement(data, shares, self._predicting, self._small_tails)
+        return FedElement(data, shares, self._predicting, self._small_tails, row)
 
     def get_next_as_optional(self) -> Any:
         """Not offered: a feeder knows its steps."""
@@ -221,7 +237,8 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     @property
     def _type_spec(self) -> _FeedIteratorSpec:
-        return _FeedIteratorSpec(self._inner._type_spec, self._even, self._predicting, self._small_tails)
+        flags = (self._even, self._predicting, self._small_tails, self._monitored)
+        return _FeedIteratorSpec(self._inner._type_spec, *flags)
 
 
 class _FeedIteratorSpec(type_spec.TypeSpec):
@@ -255,6 +272,22 @@ def iterate_on_devices(
         prefetch_buffer_size=min(prefetch, 1),
     )
     return FeedIterator(inner, **flags)
+
+
+def timestamp_after(tensors: list) -> tf.Tensor:
+    """When all of `tensors` are there, by a clock on the host.
+
+    TensorFlow runs operations with side effects one after the other, in the order in which they were traced, and
+    counts this one among them: without `run_independently`, which is not public, one replica's next random number
+    would wait for the gradients of another.
+    """
+    with tf.control_dependencies(tensors):
+        # Control alone would not wait for a GPU, only for the launch of its kernels; a value has to come over.
+        sample = tf.reshape(tensors[0], [-1])[:1]
+    with tf.device("/device:CPU:0"), tf.control_dependencies([tf.identity(sample)]):
+        now = tf.timestamp()
+    tf.compat.v1.get_default_graph().experimental_acd_manager.run_independently(now.op)
+    return now
 
 
 # --- Strategies --------------------------------------------------------------------------------------------

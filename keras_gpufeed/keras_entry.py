@@ -45,10 +45,14 @@ def install() -> None:
 class _Call:
     """One `fit`, `evaluate` or `predict` that was handed a feeder."""
 
-    def __init__(self, name: str, x: Any, num_epochs: int) -> None:
-        self.name, self.x, self.num_epochs = name, x, num_epochs
+    def __init__(self, name: str, x: Any, num_epochs: int, callbacks: Any = None) -> None:
+        self.name, self.x, self.num_epochs, self.callbacks = name, x, num_epochs, callbacks
         self.training_data_taken = False
         self.streams: list[Any] = []
+        # For a monitor:
+        self.monitored = False
+        self.training: FeedAdapter | None = None
+        self.when_over: list[Callable[[BaseException | None], None]] = []
 
     def takes_for_training(self, feeder: DistributedFeeder) -> bool:
         """True for the first adapter of a `fit`; the same feeder may come again as validation data."""
@@ -66,6 +70,11 @@ def _calls() -> list[_Call]:
     if not hasattr(_active, "calls"):
         _active.calls = []
     return _active.calls
+
+
+def current_call() -> _Call | None:
+    """The innermost call of this thread that was handed a feeder and is under way."""
+    return _calls()[-1] if _calls() else None
 
 
 def _entry(original: Callable) -> Callable:
@@ -90,7 +99,7 @@ def _entry(original: Callable) -> Callable:
         num_epochs = arguments.get("epochs", 1) - arguments.get("initial_epoch", 0)
         if name != "fit":
             agree_on_statistics(model)
-        with _entered(model, _Call(name, arguments.get("x"), num_epochs)):
+        with _entered(model, _Call(name, arguments.get("x"), num_epochs, arguments.get("callbacks"))):
             result = original(model, **arguments)
         if name == "fit":
             agree_on_statistics(model)
@@ -121,9 +130,11 @@ def _holds_feeder(value: Any) -> bool:
 @contextlib.contextmanager
 def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
     _calls().append(call)
+    ended_by: BaseException | None = None
     try:
         yield
     except BaseException as error:
+        ended_by = error
         if call.name == "fit":
             # Keras keeps the validation data for the next epoch, and after an error for the next `fit`.
             vars(model).pop("_eval_data_handler", None)
@@ -132,6 +143,9 @@ def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
         raise
     finally:
         _calls().pop()
+        for say in call.when_over:
+            say(ended_by)
+        ended_by = None  # Its traceback leads back to this frame.
         for stream in call.streams:
             stream.close()
             stream.failure = None  # Its traceback leads back to the iterator, and so to the user's data.
@@ -385,6 +399,8 @@ class FeedAdapter(internals.DataAdapter):
         call = _calls()[-1]
         self._call, self._feeder, self._model = call, x, model
         self._training = call.takes_for_training(x)
+        if self._training:
+            call.training = self
         self._shuffle = shuffle
         self.pipeline = x._pipeline_on(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
@@ -483,6 +499,21 @@ class FeedAdapter(internals.DataAdapter):
         self._call.streams.append(self._stream)
         return self._stream
 
+    @property
+    def feeder(self) -> DistributedFeeder:
+        """What is fed."""
+        return self._feeder
+
+    @property
+    def stream(self) -> Any:
+        """What the present iterator reads; None before the first."""
+        return self._stream
+
+    @property
+    def is_monitored(self) -> bool:
+        """True if steps are to note their times."""
+        return self._training and self._call.monitored
+
     def num_ready(self, wanted: int) -> int:
         """How many of the `wanted` steps the current epoch of a streaming feeder still has; waits to know."""
         ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
@@ -529,7 +560,7 @@ class _Steps(internals.DistributedDataset):
         return _Steps(self._adapter, self._pipeline.with_transform(weigh))
 
     def __iter__(self) -> Iterator:
-        return self._pipeline.iterate(self._adapter.open_stream())
+        return self._pipeline.iterate(self._adapter.open_stream(), self._adapter.is_monitored)
 
 
 def _enumerate_epochs(original: Callable) -> Callable:

@@ -66,21 +66,28 @@ class Pipeline(internals.DistributedDataset):
         """The same steps with `function` applied to each global batch."""
         return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting)
 
-    def iterate(self, stream: Any) -> Iterator:
+    def iterate(self, stream: Any, monitored: bool = False, replay: bool = False) -> Iterator:
         """Starts reading.
 
         Args:
             stream: What to read.
+            monitored: True if steps and transforms are to note their times.
+            replay: True to give the first batch for ever, from memory.
 
         Returns:
             An iterator of `(x, y, sample_weight)`: of tensors for one device, else of per-replica values.
         """
         stream_id = next(_stream_ids)
         _streams[stream_id] = stream
-        dataset = self._graph_for(stream).dataset(stream_id)
+        # Without a transform there is nothing to note there, so that one graph serves both.
+        dataset = self._graph_for(stream, monitored and bool(self._transforms)).dataset(stream_id)
         plan = self.plan
+        if replay:
+            dataset = dataset.take(plan.num_replicas).cache().repeat()
         if internals.is_default(self.strategy):
             iterator = iter(dataset.prefetch(plan.prefetch))
+            if monitored:
+                iterator = internals.FeedIterator(iterator, plan.even, self._predicting, plan.has_small_tail, monitored)
         else:
             iterator = internals.iterate_on_devices(
                 dataset,
@@ -89,17 +96,18 @@ class Pipeline(internals.DistributedDataset):
                 even=plan.even,
                 predicting=self._predicting,
                 small_tails=plan.has_small_tail,
+                monitored=monitored,
             )
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator
 
-    def _graph_for(self, stream: Any) -> _Graph:
+    def _graph_for(self, stream: Any, monitored: bool) -> _Graph:
         """A graph whose batch type admits the stream's; generators may give other shapes from run to run."""
         spec = stream.element_spec
         for graph in self._graphs:
-            if _admits(graph.batch_spec, spec):
+            if graph.monitored == monitored and _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms)
+        graph = _Graph(spec, self.plan, self._transforms, monitored)
         self._graphs.append(graph)
         return graph
 
@@ -107,8 +115,9 @@ class Pipeline(internals.DistributedDataset):
 class _Graph:
     """The traced `tf.data` graph, with the stream's number as its input."""
 
-    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...]) -> None:
+    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], monitored: bool) -> None:
         self.batch_spec, self._plan, self._transforms = batch_spec, plan, transforms
+        self.monitored = monitored
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
         self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
@@ -122,7 +131,8 @@ class _Graph:
         dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
         dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
         for transform in self._transforms:
-            dataset = dataset.map(functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch))
+            apply = functools.partial(_apply, transform, stream_id if self.monitored else None)
+            dataset = dataset.map(apply, num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
             dataset = dataset.map(lambda data, *_: _as_keras_does(data))
         else:
@@ -175,8 +185,18 @@ def _as_keras_does(data: tuple) -> Any:
     return data[0] if len(data) == 1 and not isinstance(data[0], tuple) else data
 
 
-def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tuple:
-    transformed = transform(*data)
+def _apply(transform: Callable, monitored_id: Any, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tuple:
+    if monitored_id is None:
+        transformed = transform(*data)
+    else:
+        began = tf.timestamp()
+        with tf.control_dependencies([began]):
+            transformed = transform(*tf.nest.map_structure(tf.identity, data))
+        fed = tf.nest.flatten(transformed, expand_composites=True)
+        with tf.control_dependencies(fed):
+            seconds = tf.timestamp() - began
+        with tf.control_dependencies([tf.numpy_function(_note_transform, [monitored_id, seconds], [])]):
+            transformed = tf.nest.map_structure(tf.identity, transformed)
     if not isinstance(transformed, tuple):
         transformed = (transformed,)
     for component in tf.nest.flatten(transformed):
@@ -186,6 +206,12 @@ def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor
             "A transform must keep the number of samples of a batch along the first axis.",
         )
     return transformed, parts, shares
+
+
+def _note_transform(stream_id: np.ndarray, seconds: np.ndarray) -> None:
+    stream = _streams.get(int(stream_id))
+    if stream is not None:
+        stream.meter.note_transform(float(seconds))
 
 
 def _admits(spec: Any, other: Any) -> bool:

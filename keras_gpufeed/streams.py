@@ -4,13 +4,14 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `read(step)` (None after the end), `failure` and `close()`.
+A stream offers `element_spec`, `read(step)` (None after the end), `failure`, `meter` and `close()`.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
+import time
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from .batch_sources import BatchCaster
 from .errors import SourceError
+from .meter import FeedMeter
 from .order import EpochOrder
 from .plan import BatchPlan
 from .sources import as_batch_structure
@@ -62,6 +64,7 @@ class SampleStream:
     def __init__(self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int) -> None:
         self.element_spec, self._num_steps = source.element_spec, num_steps
         self.failure: Failure | None = None
+        self.meter = FeedMeter()
         self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
@@ -79,10 +82,20 @@ class SampleStream:
         try:
             epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
-            return stop - start, self._source.read(self._samples(epoch, start, stop))
+            started = time.perf_counter()
+            arrays = self._source.read(self._samples(epoch, start, stop))
+            self._note(started, stop - start, arrays)
+            return stop - start, arrays
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
+
+    def _note(self, started: float, num_samples: int, arrays: list[np.ndarray]) -> None:
+        now = time.perf_counter()
+        in_memory = self._source.is_in_memory  # Then reading is copying.
+        self.meter.note_source(0.0 if in_memory else now - started)
+        num_bytes = sum(array.nbytes for array in arrays)
+        self.meter.note_batch(now, num_samples, now - started if in_memory else 0.0, num_bytes)
 
     def _samples(self, epoch: int, start: int, stop: int) -> Any:
         if self._seed is None:
@@ -119,6 +132,7 @@ class BatchStream:
         element_spec: Any = None,
     ) -> None:
         self.failure: Failure | None = None
+        self.meter = FeedMeter()
         self._source, self._seed, self._epochs, self._start = source, seed, epochs, start
         self._steps_per_epoch: Any = steps_per_epoch
         self._limit: int | None = None
@@ -234,9 +248,12 @@ class BatchStream:
             num_before = self._num_given
             batches = self._source.batches(epoch, self._seed, start)
             try:
+                started = time.perf_counter()
                 for batch in batches:
+                    self.meter.note_source(time.perf_counter() - started)
                     if not self._offer(batch):
                         return
+                    started = time.perf_counter()
             finally:
                 if self._source.can_repeat and hasattr(batches, "close"):
                     batches.close()  # Runs the `finally` of the user's generator.
@@ -271,7 +288,7 @@ class BatchStream:
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
-            self._queue(self._caster.cast(batch, self._num_given))
+            self._queue(batch, self._num_given)
         self._num_given += 1
         if self._limit is None:
             return not self._closed
@@ -288,11 +305,16 @@ class BatchStream:
             self._caster.learn(self._first)
             first, self._first = self._first, []
             for number, batch in enumerate(first):
-                self._queue(self._caster.cast(batch, number))
+                self._queue(batch, number)
 
-    def _queue(self, batch: list[np.ndarray]) -> None:
+    def _queue(self, batch: Any, number: int) -> None:
+        started, num_bytes = time.perf_counter(), self._caster.copied_bytes
+        arrays = self._caster.cast(batch, number)
+        now = time.perf_counter()
+        self.meter.note_batch(now, len(arrays[0]), now - started, self._caster.copied_bytes - num_bytes)
         with self._changed:
-            self._waiting.append(batch)
+            self._waiting.append(arrays)
             self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)
+        self.meter.blocked_seconds += time.perf_counter() - now

@@ -18,6 +18,8 @@ FLOW = [
     "errors",
     "plan",
     "order",
+    "meter",
+    "stamps",
     "internals",
     "strategy",
     "promotion",
