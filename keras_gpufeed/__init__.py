@@ -14,6 +14,7 @@ from . import exact as _exact
 from . import internals as _internals
 from . import keras_entry as _keras_entry
 from . import strategy as _strategy
+from .callbacks import FeedMonitor
 from .errors import FeedError, SourceError, StrategyError, WorkerError
 from .feeder import DistributedFeeder
 from .model import Model
@@ -25,6 +26,7 @@ __all__ = [
     "BatchPlan",
     "DistributedFeeder",
     "FeedError",
+    "FeedMonitor",
     "Model",
     "SourceError",
     "StrategyError",

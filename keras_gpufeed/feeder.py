@@ -125,7 +125,8 @@ class DistributedFeeder:
             raise SourceError(f"transform must be a function of (x, y). Received a {type(transform).__name__}.")
         self.transform = transform
         _refuse_nested_feeders(x, y, sample_weight)
-        num_workers = _integer("workers", workers, least=0)
+        self.num_workers: int = _integer("workers", workers, least=0)
+        num_workers = self.num_workers
         if start_method not in (None, "spawn", "fork"):
             raise SourceError(f'start_method must be "spawn" or "fork". Received {start_method!r}.')
         settings = WorkerSettings(

@@ -214,7 +214,7 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
                 began = tf.timestamp()
             with tf.control_dependencies([] if tf.executing_eagerly() else [began]):
                 elements = self._inner.get_next()
-            row = step_stamps().note_wait(began, tf.nest.flatten(elements, expand_composites=True))
+            row, elements = self._note_wait(began, elements)
         else:
             elements = self._inner.get_next()
         if not isinstance(self._inner, multi_device_iterator_ops.OwnedMultiDeviceIterator):
@@ -225,6 +225,16 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
             return FedElement(regroup(elements), None, self._predicting, self._small_tails, row)
         data, shares = regroup(elements)
         return FedElement(data, shares, self._predicting, self._small_tails, row)
+
+    @staticmethod
+    def _note_wait(began: tf.Tensor, elements: Any) -> tuple:
+        flat = tf.nest.flatten(elements, expand_composites=True)
+        row, now = step_stamps().note_wait(began, flat)
+        if not tf.executing_eagerly():
+            # Computing begins after the clock was read; else the reading waits for a thread that computes.
+            with tf.control_dependencies([now]):
+                flat = [_identity_where_it_is(tensor) for tensor in flat]
+        return row, tf.nest.pack_sequence_as(elements, flat, expand_composites=True)
 
     def get_next_as_optional(self) -> Any:
         """Not offered: a feeder knows its steps."""
@@ -239,6 +249,11 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
     def _type_spec(self) -> _FeedIteratorSpec:
         flags = (self._even, self._predicting, self._small_tails, self._monitored)
         return _FeedIteratorSpec(self._inner._type_spec, *flags)
+
+
+def _identity_where_it_is(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(tensor.device or None):
+        return tf.identity(tensor)
 
 
 class _FeedIteratorSpec(type_spec.TypeSpec):
@@ -438,6 +453,25 @@ def sums(metric: Any) -> bool:
 def children_of(owner: Any) -> list:
     """What `owner` holds in its attributes, private ones included; metrics of a model are in none that is public."""
     return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+
+
+# --- Callbacks ---------------------------------------------------------------------------------------------
+
+
+class LightCallback(tf.keras.callbacks.Callback):
+    """A callback whose hooks for steps do not make Keras fetch the logs from the devices first."""
+
+    _supports_tf_logs = True
+
+
+def steps_per_execution(model: tf.keras.Model) -> int:
+    """Steps that Keras runs inside one compiled call."""
+    return 1 if model._steps_per_execution is None else int(model._steps_per_execution)
+
+
+def train_writer_of(tensorboard: tf.keras.callbacks.TensorBoard) -> Any:
+    """The writer of a TensorBoard callback for what concerns training; it is open while `fit` runs."""
+    return tensorboard._train_writer
 
 
 # Records of how a functional model was put together. They lead on to layers of other models.

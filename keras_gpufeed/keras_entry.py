@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -23,6 +24,7 @@ from .batch_sources import is_batch_source
 from .errors import SourceError, StrategyError
 from .exact import agree_on_statistics
 from .feeder import DistributedFeeder
+from .meter import FeedMeter
 from .pipeline import Pipeline
 from .promotion import distribute, follow_shared_layers, move_along, was_moved
 from .streams import Failure
@@ -50,7 +52,7 @@ class _Call:
         self.training_data_taken = False
         self.streams: list[Any] = []
         # For a monitor:
-        self.monitored = False
+        self.monitored = self.holds_batch = False
         self.training: FeedAdapter | None = None
         self.when_over: list[Callable[[BaseException | None], None]] = []
 
@@ -96,6 +98,11 @@ def _entry(original: Callable) -> Callable:
                 return original(model, **arguments)
             arguments["x"] = feeder
         _prepare(model, name, arguments)
+        if isinstance(arguments.get("callbacks"), list):
+            # Those that add to the logs, or set the learning rate, before those that read them.
+            arguments["callbacks"] = sorted(
+                arguments["callbacks"], key=lambda callback: not getattr(callback, "goes_first", False)
+            )
         num_epochs = arguments.get("epochs", 1) - arguments.get("initial_epoch", 0)
         if name != "fit":
             agree_on_statistics(model)
@@ -405,6 +412,7 @@ class FeedAdapter(internals.DataAdapter):
         self.pipeline = x._pipeline_on(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
         )
+        self.pipeline_in_use = self.pipeline  # With class weights.
         # An epoch of so many steps, whatever a pass has; None: an epoch is a pass.
         self._fixed_steps = steps or (x.steps_per_epoch if self._training else None)
         self._first, self._epochs = (0, 0), 1  # (epoch, step) to start at, and the epoch to stop before.
@@ -497,6 +505,7 @@ class FeedAdapter(internals.DataAdapter):
                 num_steps = min(num_steps, self._steps_per_pass())  # Nothing is counted twice.
             self._stream = self._feeder._sample_stream(self.pipeline, shuffle, epoch * steps + step, num_steps)
         self._call.streams.append(self._stream)
+        self._stream.meter.wants_batch = self.is_monitored and self._call.holds_batch
         return self._stream
 
     @property
@@ -516,7 +525,9 @@ class FeedAdapter(internals.DataAdapter):
 
     def num_ready(self, wanted: int) -> int:
         """How many of the `wanted` steps the current epoch of a streaming feeder still has; waits to know."""
+        started = time.perf_counter()
         ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
+        self._stream.meter.asked_seconds += time.perf_counter() - started
         if ready < wanted and self.get_size() is not None:
             _logger.warning(
                 "The source ended after %d batches in all, in an epoch of %d steps; the epoch ends there.",
@@ -537,6 +548,22 @@ class FeedAdapter(internals.DataAdapter):
             self._feeder._note_epochs_trained(self._model, self._first[0] + self._epoch)
         if self.is_streaming:
             self._stream.allow_next_epoch()
+
+
+class Replay:
+    """One batch as a stream, to be given again and again.
+
+    Args:
+        stream: Where it came from.
+        batch: What `stream.read` gave.
+    """
+
+    def __init__(self, stream: Any, batch: tuple[int, list[np.ndarray]]) -> None:
+        self.element_spec, self.failure, self.meter, self._batch = stream.element_spec, None, FeedMeter(), batch
+
+    def read(self, step: int) -> tuple[int, list[np.ndarray]]:
+        """The batch."""
+        return self._batch
 
 
 class _Steps(internals.DistributedDataset):
@@ -560,6 +587,7 @@ class _Steps(internals.DistributedDataset):
         return _Steps(self._adapter, self._pipeline.with_transform(weigh))
 
     def __iter__(self) -> Iterator:
+        self._adapter.pipeline_in_use = self._pipeline
         return self._pipeline.iterate(self._adapter.open_stream(), self._adapter.is_monitored)
 
 

@@ -10,7 +10,7 @@ Every run counts, whether anybody looks or not: a batch costs two or three readi
 from __future__ import annotations
 
 import collections
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _MAX_BATCHES = 4096  # Kept for whoever looks; the sums go on.
 
@@ -41,8 +41,11 @@ class FeedMeter:
     def __init__(self) -> None:
         self.num_batches = 0
         self.blocked_seconds = 0.0  # For which the reader's buffer was full.
+        self.asked_seconds = 0.0  # For which Keras waited to know whether there is another batch.
         self.transform_seconds = 0.0  # In the user's transform, added up over parallel calls; only while monitored.
         self.num_transforms = 0
+        self.wants_batch = False  # True: the next batch is held, for a replay.
+        self.held: Any = None
         self._given: collections.deque[float] = collections.deque()
         self._batches: collections.deque[MadeBatch] = collections.deque(maxlen=_MAX_BATCHES)
 

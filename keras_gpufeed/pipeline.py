@@ -231,6 +231,8 @@ def _read_stream(
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
         return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64)]
     num_samples, arrays = batch
+    if stream is not None and stream.meter.wants_batch:
+        stream.meter.held, stream.meter.wants_batch = batch, False
     return [*arrays, *_cut(num_samples, num_replicas)]
 
 

@@ -33,7 +33,7 @@ class StepStamps:
             self._waits = tf.Variable(tf.zeros((NUM_ROWS, 2), tf.float64), trainable=False)
             self._ends = tf.Variable(tf.zeros((NUM_ROWS, MAX_REPLICAS), tf.float64), trainable=False)
 
-    def note_wait(self, began: tf.Tensor, fed: list) -> tf.Tensor:
+    def note_wait(self, began: tf.Tensor, fed: list) -> tuple[tf.Tensor, tf.Tensor]:
         """Notes when a step has its data.
 
         Args:
@@ -41,7 +41,7 @@ class StepStamps:
             fed: Its data.
 
         Returns:
-            The row of this step.
+            The row of this step, and the clock's reading.
         """
         with tf.device(_HOST):
             with tf.control_dependencies(fed if not tf.executing_eagerly() else []):
@@ -49,7 +49,7 @@ class StepStamps:
             row = (self._num_steps.assign_add(1) - 1) % NUM_ROWS
             self._waits.scatter_nd_update([[row]], [tf.stack([began, now])])
             self._ends.scatter_nd_update([[row]], tf.zeros((1, MAX_REPLICAS), tf.float64))
-        return row
+        return row, now
 
     def note_ends(self, row: tf.Tensor, ends: list) -> None:
         """Notes when each replica had its gradients."""

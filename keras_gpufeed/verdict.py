@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import Optional
 
-_WORTH_SAYING = 0.1  # Of the time: a smaller loss is no reason to change anything.
+# Shares of the time below which a loss is no reason to change anything. Some Python is in every step.
+_WORTH_SAYING = {"wait": 0.1, "python": 0.25, "replica": 0.1}
 _EXPLAINS = 0.5  # Of a step: in a feed that is the limit, its slowest stage takes about as long as a step.
 _IS_SLOW = 1.2  # Times the median of the other replicas.
 _PYTHONS_BATCHES = 8.0  # How much larger a batch makes Python's part of a step small.
@@ -46,8 +46,14 @@ class Rates:
         ceiling_seconds: A step on data that were there already, if that was measured.
 
     Example:
-        >>> rates = Rates(num_steps=100, samples_per_step=256, step_seconds=0.02, wait_seconds=0.015,
-        ...               python_seconds=0.001, source_seconds=0.02)
+        >>> rates = Rates(
+        ...     num_steps=100,
+        ...     samples_per_step=256,
+        ...     step_seconds=0.02,
+        ...     wait_seconds=0.015,
+        ...     python_seconds=0.001,
+        ...     source_seconds=0.02,
+        ... )
         >>> round(rates.samples_per_second), round(rates.compute_seconds, 4)
         (12800, 0.004)
     """
@@ -64,10 +70,10 @@ class Rates:
     copied_bytes: float = 0.0
     workers: int = 0
     prefetch: int = 2
-    batch_size: Optional[int] = None
+    batch_size: int | None = None
     source_kind: str = "other"
     num_processors: int = 1
-    ceiling_seconds: Optional[float] = None
+    ceiling_seconds: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -113,8 +119,16 @@ class Verdict:
         knob: The one thing to change, as a sentence.
 
     Example:
-        >>> rates = Rates(num_steps=100, samples_per_step=256, step_seconds=0.02, wait_seconds=0.015,
-        ...               python_seconds=0.001, source_seconds=0.02, source_kind="workers", num_processors=8)
+        >>> rates = Rates(
+        ...     num_steps=100,
+        ...     samples_per_step=256,
+        ...     step_seconds=0.02,
+        ...     wait_seconds=0.015,
+        ...     python_seconds=0.001,
+        ...     source_seconds=0.02,
+        ...     source_kind="workers",
+        ...     num_processors=8,
+        ... )
         >>> print(judge(rates))
         Data-bound by the source: 75 % of the time is lost.
         Steps waited 15.0 of 20.0 ms for data; the source takes 20.0 ms for a batch, the rest of a step 5.0 ms.
@@ -155,10 +169,11 @@ def judge(rates: Rates) -> Verdict:
     """
     step = rates.step_seconds
     losses = {"wait": rates.wait_seconds, "python": rates.python_seconds, "replica": rates.skew_seconds}
+    losses = {cause: seconds for cause, seconds in losses.items() if seconds >= _WORTH_SAYING[cause] * step}
+    if not losses:
+        return _compute_bound(rates)
     cause = max(losses, key=losses.__getitem__)
     share = losses[cause] / step
-    if share < _WORTH_SAYING:
-        return _compute_bound(rates)
     if cause == "replica":
         return _bound_by_replica(rates, share)
     if cause == "python":

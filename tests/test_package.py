@@ -20,8 +20,13 @@ FLOW = [
     "order",
     "meter",
     "stamps",
+    "verdict",
+    "recording",
+    "charts",
+    "report",
     "internals",
     "strategy",
+    "machine",
     "promotion",
     "exact",
     "buffers",
@@ -40,6 +45,8 @@ FLOW = [
     "feeder",
     "keras_entry",
     "model",
+    "callbacks",
+    "learning_rate",
 ]
 END_OF_FLOW = ["demo", "__main__"]  # They may import the package itself.
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
