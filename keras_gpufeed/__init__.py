@@ -17,19 +17,26 @@ from . import strategy as _strategy
 from .callbacks import FeedMonitor
 from .errors import FeedError, SourceError, StrategyError, WorkerError
 from .feeder import DistributedFeeder
+from .learning_rate import ScaleLearningRate
+from .measuring import FeedRates
 from .model import Model
 from .plan import BatchPlan
 from .promotion import distribute
 from .strategy import get_strategy, use_virtual_devices
+from .verdict import Rates, Verdict
 
 __all__ = [
     "BatchPlan",
     "DistributedFeeder",
     "FeedError",
     "FeedMonitor",
+    "FeedRates",
     "Model",
+    "Rates",
+    "ScaleLearningRate",
     "SourceError",
     "StrategyError",
+    "Verdict",
     "WorkerError",
     "distribute",
     "get_strategy",

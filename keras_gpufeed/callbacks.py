@@ -191,6 +191,7 @@ class FeedMonitor(internals.LightCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Measures the ceiling, if that was asked for."""
+        self._look()
         if self._replay_steps is not None and self._meter is not None:
             self._recording.ceiling_seconds = self._replay(self._replay_steps)
 
@@ -200,6 +201,7 @@ class FeedMonitor(internals.LightCallback):
             return
         self._is_watching = False
         self._look()
+        self._judge()
         name = "" if error is None else f"{type(error).__name__}{f': {error}' if str(error) else ''}"
         self._recording.state = "finished" if error is None else f"stopped by {name.splitlines()[0][:200]}"
         self._write_report()
@@ -213,12 +215,12 @@ class FeedMonitor(internals.LightCallback):
         """Takes in the steps since the last look."""
         now = time.perf_counter()
         self._looked_at = now
-        if self._unread:
-            for step in self._read_steps():
-                self._of_epoch.append(step)
-            if len(self._of_epoch) > 1:
-                self._of_epoch = [total(self._of_epoch)]
-            self._shown = _logged(self._of_epoch[0]) if self._of_epoch else self._shown
+        if not self._unread:
+            return
+        self._of_epoch.extend(self._read_steps())
+        if self._of_epoch:
+            self._of_epoch = [total(self._of_epoch)]
+            self._shown = _logged(self._of_epoch[0])
         seconds = now - self._began_at
         for name, num_bytes in self._watch.memory():
             self._recording.add_memory(name, seconds, num_bytes)
@@ -227,8 +229,11 @@ class FeedMonitor(internals.LightCallback):
         loss = None if self._seen_loss is None else float(np.mean(self._seen_loss))
         if loss is not None and np.isfinite(loss):
             self._recording.loss.add(seconds, loss)
-        if self._meter is not None and self._meter.num_transforms:
+        if self._meter.num_transforms:
             self._recording.transform_seconds = self._meter.transform_seconds / self._meter.num_transforms
+        self._judge()
+
+    def _judge(self) -> None:
         self.rates = self._recording.rates
         self.verdict = self._recording.verdict = None if self.rates is None else judge(self.rates)
 

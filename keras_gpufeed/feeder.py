@@ -20,6 +20,7 @@ from . import internals
 from . import strategy as strategies
 from .batch_sources import DEFAULT_BATCH_SIZE, BatchSource, WorkerSettings, make_batch_source
 from .errors import SourceError
+from .measuring import FeedRates, measure
 from .pipeline import Pipeline
 from .plan import BatchPlan, split_batch
 from .sources import ArraySource, SampleRange
@@ -246,6 +247,42 @@ class DistributedFeeder:
         if num_replicas is None:
             num_replicas = strategies.num_visible_devices()
         return self._plan_for(_integer("num_replicas", num_replicas, least=1), drop_remainder=self.drop_remainder)
+
+    def measure(self, seconds: float = 5.0, strategy: tf.distribute.Strategy | None = None) -> FeedRates:
+        """Runs the feed alone, as in `fit` but with no model behind it, to see what it could give.
+
+        Args:
+            seconds: For how long.
+            strategy: Where batches go; None for that of `get_strategy`.
+
+        Returns:
+            The rates of the whole and of each stage; `print` shows them.
+
+        Raises:
+            SourceError: If the source can be read only once, so that nothing would be left to train on.
+
+        Example:
+            >>> import keras_gpufeed as kg
+            >>> import numpy as np
+            >>> feeder = kg.DistributedFeeder(np.zeros((1030, 784), "float32"), batch_size=256)
+            >>> rates = feeder.measure(seconds=0.1)
+            >>> rates.copied_bytes > 600_000, rates.samples_per_second > 0
+            (True, True)
+        """
+        if self.is_streaming and not self.source.can_repeat:
+            raise SourceError(
+                "measure would use up a generator object or iterator, which can be read only once. Pass the function "
+                "that makes it, without calling it."
+            )
+        pipeline = self._pipeline_on(strategy or strategies.get_strategy(), training=True)
+
+        def open_stream(epoch: int) -> Any:
+            if self.is_streaming:
+                return self._batch_stream(True, True, (epoch, epoch + 1), 0, None)
+            steps = self._steps_per_pass(training=True)
+            return self._sample_stream(pipeline, True, epoch * steps, steps)
+
+        return measure(pipeline, open_stream, seconds)
 
     def _plan_for(self, num_replicas: int, drop_remainder: bool) -> BatchPlan:
         return BatchPlan(

@@ -464,6 +464,36 @@ class LightCallback(tf.keras.callbacks.Callback):
     _supports_tf_logs = True
 
 
+def unwrap_loss_scale(optimizer: Any) -> Any:
+    """The optimizer inside mixed precision's scaling wrapper; any other as it is."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def schedule_of(optimizer: Any) -> Any:
+    """The learning-rate schedule of an optimizer; None if its rate is a number. Public is only the present rate."""
+    is_legacy = isinstance(optimizer, optimizer_v2.OptimizerV2)
+    rate = optimizer._hyper.get("learning_rate") if is_legacy else optimizer._learning_rate
+    return rate if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule) else None
+
+
+def velocities_of(optimizer: Any, variables: list[tf.Variable]) -> list[tf.Variable]:
+    """Slots of an optimizer that hold steps already multiplied by the learning rate.
+
+    They are made if they are not there yet, because values restored from a backup wait for that. How to make them
+    for legacy optimizers is not public, nor where RMSprop has them.
+    """
+    legacy = tf.keras.optimizers.legacy
+    if isinstance(optimizer, (legacy.SGD, legacy.RMSprop)):
+        optimizer._create_all_weights(variables)
+        if "momentum" not in optimizer.get_slot_names():
+            return []
+        return [optimizer.get_slot(variable, "momentum") for variable in variables]
+    if isinstance(optimizer, (tf.keras.optimizers.SGD, tf.keras.optimizers.RMSprop)):
+        optimizer.build(variables)  # Does nothing the second time.
+        return list(optimizer.momentums if isinstance(optimizer, tf.keras.optimizers.SGD) else optimizer._momentums)
+    return []
+
+
 def steps_per_execution(model: tf.keras.Model) -> int:
     """Steps that Keras runs inside one compiled call."""
     return 1 if model._steps_per_execution is None else int(model._steps_per_execution)

@@ -151,9 +151,8 @@ def page(recording: Recording) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{html.escape(_headline(recording))}</title>\n"
-        f"<style>{_STYLE.strip()}\n:root {{ --mark: var(--{mark.get(bound_by, 'wait')}); }}\n</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n</body>\n</html>\n"
+        f"<style>{_STYLE.strip()}\n:root {{ --mark: var(--{mark.get(bound_by, 'wait')}); }}\n</style>\n"
+        "</head>\n<body>\n<main>\n" + "\n".join(part for part in body if part) + "\n</main>\n</body>\n</html>\n"
     )
 
 

@@ -42,6 +42,7 @@ FLOW = [
     "batch_sources",
     "streams",
     "pipeline",
+    "measuring",
     "feeder",
     "keras_entry",
     "model",
