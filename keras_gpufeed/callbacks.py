@@ -285,7 +285,7 @@ class FeedMonitor(internals.LightCallback):
         return self._is_warm
 
     def _replica_seconds(self, waits: np.ndarray, ends: np.ndarray) -> tuple[float, ...]:
-        if self._num_replicas < 2 or not len(ends) or not ends.all():
+        if self._num_replicas < 2 or not len(ends) or (ends < waits[:, :1]).any():
             return ()
         return tuple(np.maximum(ends - waits[:, 1:], 0.0).mean(axis=0).tolist())
 

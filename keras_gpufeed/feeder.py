@@ -27,6 +27,7 @@ from .sources import ArraySource, SampleRange
 from .streams import BatchStream, SampleStream
 
 _logger = logging.getLogger("keras_gpufeed")
+_ENDLESS = 1 << 40  # Steps.
 
 
 class DistributedFeeder:
@@ -276,13 +277,11 @@ class DistributedFeeder:
             )
         pipeline = self._pipeline_on(strategy or strategies.get_strategy(), training=True)
 
-        def open_stream(epoch: int) -> Any:
-            if self.is_streaming:
-                return self._batch_stream(True, True, (epoch, epoch + 1), 0, None)
-            steps = self._steps_per_pass(training=True)
-            return self._sample_stream(pipeline, True, epoch * steps, steps)
-
-        return measure(pipeline, open_stream, seconds)
+        if self.is_streaming:
+            stream: Any = self._batch_stream(True, True, (0, 1), 0, _ENDLESS)
+        else:
+            stream = self._sample_stream(pipeline, True, 0, _ENDLESS)
+        return measure(pipeline, stream, seconds)
 
     def _plan_for(self, num_replicas: int, drop_remainder: bool) -> BatchPlan:
         return BatchPlan(

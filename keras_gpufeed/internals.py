@@ -301,7 +301,9 @@ def timestamp_after(tensors: list) -> tf.Tensor:
         sample = tf.reshape(tensors[0], [-1])[:1]
     with tf.device("/device:CPU:0"), tf.control_dependencies([tf.identity(sample)]):
         now = tf.timestamp()
-    tf.compat.v1.get_default_graph().experimental_acd_manager.run_independently(now.op)
+    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    if manager is not None:  # In the body of a loop nothing is put in order.
+        manager.run_independently(now.op)
     return now
 
 

@@ -8,8 +8,9 @@ Leaves: opening streams (feeder), counting (meter).
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
-from typing import Any, Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -76,54 +77,45 @@ class FeedRates:
         return "\n".join(lines)
 
 
-def measure(pipeline: Pipeline, open_stream: Callable[[int], Any], seconds: float) -> FeedRates:
+def measure(pipeline: Pipeline, stream: Any, seconds: float) -> FeedRates:
     """Takes batches onto the devices and lets them go.
 
     Args:
         pipeline: What is measured.
-        open_stream: Gives the stream of one pass, by its number.
-        seconds: For how long.
+        stream: Gives batches for long enough.
+        seconds: For how long to measure.
 
     Returns:
-        The rates, without the time to the first batch.
+        The rates, without the beginning.
     """
-    made: list = []
-    transform_seconds, num_transforms, num_steps = 0.0, 0, 0
-    began = stop_at = 0.0
-    epoch = 0
-    while not began or time.perf_counter() < stop_at:
-        stream = open_stream(epoch)
-        epoch += 1
-        try:
-            num_of_pass = 0
-            for _ in pipeline.iterate(stream, monitored=True):
-                num_of_pass += 1
-                if not began:
-                    began, num_of_pass = time.perf_counter(), 0  # Graphs were traced and buffers allocated.
-                    stop_at = began + seconds
-                elif time.perf_counter() >= stop_at:
-                    break
+    began = stop_at = ended = 0.0
+    num_steps, num_early, num_before = 0, None, 0
+    try:
+        for _ in pipeline.iterate(stream, monitored=True, in_steps=False):
             ended = time.perf_counter()
-            if stream.failure is not None:
-                stream.failure.raise_again()
-        except tf.errors.OpError:
-            if stream.failure is not None:
-                stream.failure.raise_again()
+            num_steps += 1
+            if began and ended >= stop_at:
+                break
+            # Batches that were made while graphs were traced and buffers allocated come faster than they can.
+            num_early = num_early or stream.meter.num_batches
+            if not began and num_steps >= num_early:
+                began, stop_at, num_before, num_steps = ended, ended + seconds, num_steps, 0
+    except tf.errors.OpError:
+        if stream.failure is None:
             raise
-        finally:
-            stream.close()
-            stream.failure = None  # Its traceback leads back to the user's data.
-        meter = stream.meter
-        made.extend(meter.batches_from(0))
-        num_steps += num_of_pass
-        transform_seconds += meter.transform_seconds
-        num_transforms += meter.num_transforms
+    finally:
+        stream.close()
+    failure, stream.failure = stream.failure, None  # Its traceback leads back to the user's data.
+    if failure is not None:
+        failure.raise_again()
+    meter = stream.meter
+    made = meter.batches_from(num_before)
     return FeedRates(
         num_steps=num_steps,
-        samples_per_step=sum(batch.num_samples for batch in made) / len(made),
+        samples_per_step=statistics.mean(batch.num_samples for batch in made),
         seconds=ended - began,
-        source_seconds=sum(batch.source_seconds for batch in made) / len(made),
-        copy_seconds=sum(batch.copy_seconds for batch in made) / len(made),
-        transform_seconds=transform_seconds / num_transforms if num_transforms else 0.0,
-        copied_bytes=sum(batch.copied_bytes for batch in made) / len(made),
+        source_seconds=statistics.mean(batch.source_seconds for batch in made),
+        copy_seconds=statistics.mean(batch.copy_seconds for batch in made),
+        transform_seconds=meter.transform_seconds / meter.num_transforms if meter.num_transforms else 0.0,
+        copied_bytes=statistics.mean(batch.copied_bytes for batch in made),
     )

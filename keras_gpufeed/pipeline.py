@@ -66,13 +66,14 @@ class Pipeline(internals.DistributedDataset):
         """The same steps with `function` applied to each global batch."""
         return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting)
 
-    def iterate(self, stream: Any, monitored: bool = False, replay: bool = False) -> Iterator:
+    def iterate(self, stream: Any, monitored: bool = False, replay: bool = False, in_steps: bool = True) -> Iterator:
         """Starts reading.
 
         Args:
             stream: What to read.
             monitored: True if steps and transforms are to note their times.
             replay: True to give the first batch for ever, from memory.
+            in_steps: False if there are no steps, which could note their times.
 
         Returns:
             An iterator of `(x, y, sample_weight)`: of tensors for one device, else of per-replica values.
@@ -81,13 +82,13 @@ class Pipeline(internals.DistributedDataset):
         _streams[stream_id] = stream
         # Without a transform there is nothing to note there, so that one graph serves both.
         dataset = self._graph_for(stream, monitored and bool(self._transforms)).dataset(stream_id)
-        plan = self.plan
+        plan, stamped = self.plan, monitored and in_steps
         if replay:
             dataset = dataset.take(plan.num_replicas).cache().repeat()
         if internals.is_default(self.strategy):
             iterator = iter(dataset.prefetch(plan.prefetch))
-            if monitored:
-                iterator = internals.FeedIterator(iterator, plan.even, self._predicting, plan.has_small_tail, monitored)
+            if stamped:
+                iterator = internals.FeedIterator(iterator, plan.even, self._predicting, plan.has_small_tail, stamped)
         else:
             iterator = internals.iterate_on_devices(
                 dataset,
@@ -96,7 +97,7 @@ class Pipeline(internals.DistributedDataset):
                 even=plan.even,
                 predicting=self._predicting,
                 small_tails=plan.has_small_tail,
-                monitored=monitored,
+                monitored=stamped,
             )
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator

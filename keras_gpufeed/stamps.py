@@ -48,7 +48,6 @@ class StepStamps:
                 now = tf.timestamp()
             row = (self._num_steps.assign_add(1) - 1) % NUM_ROWS
             self._waits.scatter_nd_update([[row]], [tf.stack([began, now])])
-            self._ends.scatter_nd_update([[row]], tf.zeros((1, MAX_REPLICAS), tf.float64))
         return row, now
 
     def note_ends(self, row: tf.Tensor, ends: list) -> None:
@@ -70,7 +69,8 @@ class StepStamps:
 
         Returns:
             The number of the first step that is there, an array (step, 2) of when it began to wait and when it
-            had its data, and an array (step, replica) of when the gradients were there (0: not seen).
+            had its data, and an array (step, replica) of when the gradients were there; if that was not seen, of an
+            earlier time.
         """
         stop = self.num_steps()
         first_step = max(first_step, stop - NUM_ROWS)
