@@ -25,11 +25,11 @@ from .meter import MadeBatch
 from .plan import split_batch
 from .promotion import variables_of
 from .recording import Epoch, Recording, Span, total
-from .stamps import MAX_REPLICAS, step_stamps
+from .stamps import step_stamps
 from .verdict import Rates, Verdict, judge
 
 _LOOK_SECONDS = 0.5  # How often the counters are read.
-_MAX_UNREAD_STEPS = 1000  # The table of stamps holds four times as many.
+_MAX_UNREAD_STEPS = 1000  # The meter keeps four times as many batches.
 _REPORT_SECONDS = 10.0  # How often the report is written while training runs.
 _REPLAY_WARM_UP = 3  # Steps.
 
@@ -104,7 +104,8 @@ class FeedMonitor(internals.LightCallback):
         call.holds_batch = self._replay_steps is not None
         call.when_over.append(self._on_end)
         self._fill = 0
-        self._num_replicas = min(internals.num_replicas(strategy), MAX_REPLICAS)
+        self._stamps = step_stamps(internals.num_replicas(strategy))
+        self._stamps.take()  # What others left. The first time takes TensorFlow longer, too.
         self._watch = MachineWatch(devices)
         self._tensorboard = _tensorboard_of(call.callbacks)
         feeder = call.training.feeder
@@ -113,6 +114,7 @@ class FeedMonitor(internals.LightCallback):
             internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder)
         )
         self._recording.capacity = plan.prefetch + (plan.prefetch + 1 if feeder.is_streaming else 1)
+        self._recording.has_known_steps = plan.steps is not None
         if plan.steps is not None:
             last = plan.steps - 1
             self._recording.splits = [
@@ -124,9 +126,7 @@ class FeedMonitor(internals.LightCallback):
         self._began_at = self._last_end = self._looked_at = self._reported_at = time.perf_counter()
         self._unread: list[tuple[float, float, float, int, int, float]] = []
         self._asked_seconds = 0.0
-        self._num_unread = self._num_steps = self._num_read = 0
-        self._first_stamp = step_stamps().num_steps()
-        step_stamps().read(self._first_stamp, 1)  # The first time takes TensorFlow longer.
+        self._num_unread = self._num_steps = 0
         self._made: collections.deque[MadeBatch] = collections.deque()
         self._num_made = 0
         self._first_step_ended: float | None = None
@@ -217,9 +217,9 @@ class FeedMonitor(internals.LightCallback):
         self._looked_at = now
         if not self._unread:
             return
-        self._of_epoch.extend(self._read_steps())
-        if self._of_epoch:
-            self._of_epoch = [total(self._of_epoch)]
+        steps = [*self._of_epoch, *self._read_steps()]
+        if steps:
+            self._of_epoch = [total(steps)]
             self._shown = _logged(self._of_epoch[0])
         seconds = now - self._began_at
         for name, num_bytes in self._watch.memory():
@@ -239,42 +239,45 @@ class FeedMonitor(internals.LightCallback):
 
     def _read_steps(self) -> Iterator[Span]:
         calls, self._unread, self._num_unread = self._unread, [], 0
-        first, waits, ends = step_stamps().read(self._first_stamp + self._num_read, self._num_replicas)
-        skipped = first - self._first_stamp - self._num_read
+        waits, ends = self._stamps.take()
         self._made.extend(self._meter.batches_from(self._num_made))
         self._num_made = self._meter.num_batches
         clocks_differ = time.time() - time.perf_counter()
-        row = -skipped
+        starts = (waits[:, 0] - clocks_differ).tolist()  # By time.perf_counter().
+        wait_seconds = (waits[:, 1] - waits[:, 0]).tolist()
+        replica_seconds = self._replica_seconds(waits, ends)
+        row = 0
         for previous_end, began, ended, num_steps, fill, asked in calls:
-            rows = slice(max(0, row), max(0, row + num_steps))
-            row += num_steps
-            self._num_read += num_steps
             batches = [self._made.popleft() for _ in range(min(num_steps, len(self._made)))]
-            seconds, started = ended - previous_end, previous_end - self._began_at
             # Of a stream, Keras asks for the next batch before the step: a wait for data, not Python's work.
             wait = min(asked, began - previous_end)
             python = began - previous_end - wait
-            if len(waits[rows]) == num_steps:
-                python += max(0.0, waits[rows][0, 0] - clocks_differ - began)  # Until the step's function runs.
-                wait += float((waits[rows][:, 1] - waits[rows][:, 0]).sum())
+            replicas: tuple[float, ...] = ()
+            if row + num_steps <= len(starts):
+                python += max(0.0, starts[row] - began)  # Until the step's function runs.
+                wait += sum(wait_seconds[row : row + num_steps])
+                replicas = replica_seconds[row] if replica_seconds else ()
+            row += num_steps
+            seconds, started = ended - previous_end, previous_end - self._began_at
             span = Span(
-                started=started,
-                seconds=seconds,
-                num_steps=num_steps,
-                num_samples=sum(each.num_samples for each in batches),
-                wait_seconds=min(wait, seconds),
-                python_seconds=min(python, seconds),
-                fill=fill * num_steps,
-                source_seconds=sum(each.source_seconds for each in batches),
-                copy_seconds=sum(each.copy_seconds for each in batches),
-                copied_bytes=sum(each.copied_bytes for each in batches),
-                made_at=batches[-1].ready_at - self._began_at if batches else started,
+                started,
+                seconds,
+                num_steps,
+                sum([each.num_samples for each in batches]),
+                min(wait, seconds),
+                min(python, seconds),
+                fill * num_steps,
+                sum([each.source_seconds for each in batches]),
+                sum([each.copy_seconds for each in batches]),
+                sum([each.copied_bytes for each in batches]),
+                batches[-1].ready_at - self._began_at if batches else started,
             )
-            is_warm_up = not self._has_warmed_up(batches, ended)
-            self._recording.add_step(span, is_warm_up, self._replica_seconds(waits[rows], ends[rows]))
-            self._note_split(batches)
-            if not is_warm_up:
+            is_warm = self._has_warmed_up(batches, ended)
+            self._recording.add_step(span, not is_warm, replicas)
+            if is_warm:
                 yield span
+            if not self._recording.has_known_steps:
+                self._note_split(batches)
 
     def _has_warmed_up(self, batches: list[MadeBatch], ended: float) -> bool:
         """True from the first batch that was made after the first step: no tracing, no buffers filled before."""
@@ -284,15 +287,14 @@ class FeedMonitor(internals.LightCallback):
         self._is_warm = self._is_warm or not batches or batches[0].ready_at > self._first_step_ended
         return self._is_warm
 
-    def _replica_seconds(self, waits: np.ndarray, ends: np.ndarray) -> tuple[float, ...]:
-        if self._num_replicas < 2 or not len(ends) or (ends < waits[:, :1]).any():
-            return ()
-        return tuple(np.maximum(ends - waits[:, 1:], 0.0).mean(axis=0).tolist())
+    def _replica_seconds(self, waits: np.ndarray, ends: np.ndarray) -> list[tuple[float, ...]]:
+        """From the data to the gradients, step by step; nothing if the gradients were not seen."""
+        if ends.shape != (len(waits), self._recording.num_replicas):
+            return []
+        return list(map(tuple, np.maximum(ends - waits[:, 1:], 0.0).tolist()))
 
     def _note_split(self, batches: list[MadeBatch]) -> None:
         """A source that does not say how many samples it has shows its splits as they come."""
-        if self._training.pipeline.plan.steps is not None:
-            return
         for batch in batches:
             split = split_batch(batch.num_samples, self._recording.num_replicas)
             if not self._recording.splits:

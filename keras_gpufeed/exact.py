@@ -126,7 +126,7 @@ def _run(original: Callable) -> Callable:
         ends: dict[int, tf.Tensor] = {}
 
         def replica_fn(replica: int, shares: Any, args: tuple, kwargs: dict) -> Any:
-            note_end = None if fed.row is None else functools.partial(ends.__setitem__, replica)
+            note_end = functools.partial(ends.__setitem__, replica) if fed.monitored else None
             with _ReplicaStep(shares, fed.small_tails, num_replicas, note_end):
                 return converted(*args, **kwargs)
 
@@ -134,7 +134,7 @@ def _run(original: Callable) -> Callable:
         replicas = internals.regroup(range(num_replicas))
         outputs = original(strategy, replica_fn, (replicas, fed.shares, plain_args, kwargs or {}), None, options)
         if len(ends) == num_replicas:
-            step_stamps().note_ends(fed.row, [ends[replica] for replica in range(num_replicas)])
+            step_stamps(num_replicas).note_ends([ends[replica] for replica in range(num_replicas)])
         return _combine(outputs, fed, num_replicas)
 
     return run

@@ -171,12 +171,12 @@ class FedElement:
             its samples count (0 on the replicas of a small tail that repeat them). None if all steps are even.
         predicting: True if what the step returns are rows to concatenate.
         small_tails: True if a step may have fewer samples than replicas.
-        row: Where a monitored step notes its times; None if nobody looks.
+        monitored: True if the step is to note its times.
     """
 
-    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool, row: Any) -> None:
+    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool, monitored: bool) -> None:
         self.data, self.shares, self.predicting, self.small_tails = data, shares, predicting, small_tails
-        self.row = row
+        self.monitored = monitored
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):
@@ -208,33 +208,39 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     def get_next(self) -> Any:
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
-        row = None
         if self._monitored:
             with tf.device("/device:CPU:0"):
                 began = tf.timestamp()
             with tf.control_dependencies([] if tf.executing_eagerly() else [began]):
                 elements = self._inner.get_next()
-            row, elements = self._note_wait(began, elements)
+            elements = self._note_wait(began, elements)
         else:
             elements = self._inner.get_next()
-        if not isinstance(self._inner, multi_device_iterator_ops.OwnedMultiDeviceIterator):
+        if not self._is_dealt:
             return elements
         if len(elements) == 1:
             return elements[0]
         if self._even:
-            return FedElement(regroup(elements), None, self._predicting, self._small_tails, row)
+            return FedElement(regroup(elements), None, self._predicting, self._small_tails, self._monitored)
         data, shares = regroup(elements)
-        return FedElement(data, shares, self._predicting, self._small_tails, row)
+        return FedElement(data, shares, self._predicting, self._small_tails, self._monitored)
 
-    @staticmethod
-    def _note_wait(began: tf.Tensor, elements: Any) -> tuple:
+    def _note_wait(self, began: tf.Tensor, elements: Any) -> Any:
         flat = tf.nest.flatten(elements, expand_composites=True)
-        row, now = step_stamps().note_wait(began, flat)
+        now = step_stamps(self._num_replicas(elements)).note_wait(began, flat)
         if not tf.executing_eagerly():
             # Computing begins after the clock was read; else the reading waits for a thread that computes.
             with tf.control_dependencies([now]):
                 flat = [_identity_where_it_is(tensor) for tensor in flat]
-        return row, tf.nest.pack_sequence_as(elements, flat, expand_composites=True)
+        return tf.nest.pack_sequence_as(elements, flat, expand_composites=True)
+
+    def _num_replicas(self, elements: Any) -> int:
+        return len(elements) if self._is_dealt else 1
+
+    @property
+    def _is_dealt(self) -> bool:
+        """False for the default strategy, whose iterator gives whole batches."""
+        return isinstance(self._inner, multi_device_iterator_ops.OwnedMultiDeviceIterator)
 
     def get_next_as_optional(self) -> Any:
         """Not offered: a feeder knows its steps."""

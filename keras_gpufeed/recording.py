@@ -9,6 +9,7 @@ Leaves: measuring (callbacks), showing (report).
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import statistics
 from typing import Any
@@ -52,12 +53,18 @@ class Span:
     copied_bytes: int
     made_at: float
 
-    def plus(self, other: Span) -> Span:
-        """This one and the one after it, as one."""
-        sums = {
-            field.name: getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(Span)
-        }
-        return Span(**{**sums, "started": self.started, "made_at": other.made_at})
+    def add(self, other: Span) -> None:
+        """Takes in the one after it. Written out, because it is done for each step."""
+        self.seconds += other.seconds
+        self.num_steps += other.num_steps
+        self.num_samples += other.num_samples
+        self.wait_seconds += other.wait_seconds
+        self.python_seconds += other.python_seconds
+        self.fill += other.fill
+        self.source_seconds += other.source_seconds
+        self.copy_seconds += other.copy_seconds
+        self.copied_bytes += other.copied_bytes
+        self.made_at = other.made_at
 
 
 def total(spans: list[Span]) -> Span:
@@ -66,9 +73,9 @@ def total(spans: list[Span]) -> Span:
     Args:
         spans: At least one, in order.
     """
-    span = spans[0]
+    span = copy.copy(spans[0])
     for other in spans[1:]:
-        span = span.plus(other)
+        span.add(other)
     return span
 
 
@@ -115,6 +122,7 @@ class Recording:
         self, num_replicas: int, devices: tuple[str, ...], plan: str, machine: dict[str, str], feed: dict[str, Any]
     ) -> None:
         self.num_replicas, self.devices, self.plan, self.machine, self.feed = num_replicas, devices, plan, machine, feed
+        self.has_known_steps = False
         self.capacity = 0  # Batches that can be ready at once.
         self.spans: list[Span] = []
         self.recent: collections.deque[Span] = collections.deque(maxlen=_NUM_RECENT)
@@ -144,17 +152,28 @@ class Recording:
         if is_warm_up:
             self.warm_up.append(step)
             return
-        self._measured = step if self._measured is None else self._measured.plus(step)
         if replica_seconds:
             self._replica_rows.append(replica_seconds)
-        self._growing = step if self._growing is None else self._growing.plus(step)
-        if self._growing.num_steps < self._merged:
-            return
-        self.spans.append(self._growing)
-        self._growing = None
+        if self._measured is None:
+            self._measured = copy.copy(step)
+        else:
+            self._measured.add(step)
+        if self._merged == 1:
+            self.spans.append(step)
+        else:
+            self._grow(step)
         if len(self.spans) >= _MAX_SPANS:
-            self.spans = [first.plus(second) for first, second in zip(self.spans[::2], self.spans[1::2])]
+            self.spans = [total(list(pair)) for pair in zip(self.spans[::2], self.spans[1::2])]
             self._merged *= 2
+
+    def _grow(self, step: Span) -> None:
+        if self._growing is None:
+            self._growing = copy.copy(step)
+        else:
+            self._growing.add(step)
+        if self._growing.num_steps >= self._merged:
+            self.spans.append(self._growing)
+            self._growing = None
 
     def add_memory(self, name: str, seconds: float, num_bytes: float) -> None:
         """Adds a reading of memory in use."""
