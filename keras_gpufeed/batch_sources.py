@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -23,9 +24,20 @@ import numpy as np
 import tensorflow as tf
 
 from .buffers import BufferPool
+from .composites import (
+    are_sequences,
+    arrays_of_tensor,
+    as_tensor,
+    concatenate,
+    expand,
+    is_composite,
+    num_samples_of,
+    spec_of_tensor,
+    take,
+)
 from .errors import SourceError
-from .items import BatchOf, PartOf, SamplesOf, ordered, stack
-from .sources import as_batch_structure, encode_strings, fed_dtype
+from .items import BatchOf, PartOf, SamplesOf, ordered, stack, together
+from .sources import as_batch_structure, encode_strings, fed_dtype, make_padded_component
 from .workers import WorkerPool
 
 DEFAULT_BATCH_SIZE = 32  # As in Keras.
@@ -147,7 +159,7 @@ class GeneratorSource(BatchSource):
         self._count = count
         shard_names = ("worker_id", "num_workers")
         names = ("epoch", *shard_names) if workers is not None else ("epoch",)
-        taken = tuple(name for name in names if _takes(make_batches, name))
+        taken = tuple(name for name in names if takes(make_batches, name))
         self._make_part = PartOf(make_batches, taken)
         if workers is not None:
             if workers.num_workers > 1 and not set(shard_names) <= set(taken):
@@ -282,23 +294,26 @@ class Regrouped(BatchSource):
         return _skip(self._regroup(self._source.batches(epoch, seed, 0)), start)
 
     def _regroup(self, items: Iterator) -> Iterator:
-        waiting: list[list[np.ndarray]] = []
+        waiting: list[list] = []
         num_waiting, structure = 0, None
         for item in items:
             structure = as_batch_structure(item)
-            arrays = [np.asarray(leaf) for leaf in tf.nest.flatten(structure)]
+            leaves = [_as_leaf(leaf) for leaf in tf.nest.flatten(structure)]
             if not self._batched:
-                arrays = [array[None] for array in arrays]
-            waiting.append(arrays)
-            num_waiting += len(arrays[0])
+                leaves = [expand(leaf) for leaf in leaves]
+            waiting.append(leaves)
+            num_waiting += _num_samples(leaves[0])
+            if num_waiting < self._batch_size:
+                continue
+            joined = [_join_parts(parts) for parts in zip(*waiting)]
+            start = 0
             while num_waiting >= self._batch_size:
-                together = [np.concatenate(parts) for parts in zip(*waiting)]
-                full = [array[: self._batch_size] for array in together]
-                waiting = [[array[self._batch_size :] for array in together]]
-                num_waiting -= self._batch_size
-                yield tf.nest.pack_sequence_as(structure, full)
+                stop = start + self._batch_size
+                yield tf.nest.pack_sequence_as(structure, [take(leaf, start, stop) for leaf in joined])
+                start, num_waiting = stop, num_waiting - self._batch_size
+            waiting = [[take(leaf, start, start + num_waiting) for leaf in joined]] if num_waiting else []
         if num_waiting and not self._drop_remainder:
-            yield tf.nest.pack_sequence_as(structure, [np.concatenate(parts) for parts in zip(*waiting)])
+            yield tf.nest.pack_sequence_as(structure, [_join_parts(parts) for parts in zip(*waiting)])
 
 
 class MapSource(BatchSource):
@@ -364,6 +379,48 @@ class MapSource(BatchSource):
         return (stack([self._samples[place] for place in places]) for places in chosen)
 
 
+class EveryNthBatch(BatchSource):
+    """Every n-th batch of a source; the others are made and left out.
+
+    Args:
+        source: The source.
+        first: Its first batch here.
+        stride: How far it is from one batch to the next.
+    """
+
+    def __init__(self, source: BatchSource, first: int, stride: int) -> None:
+        self._source, self._first, self._stride = source, first, stride
+        self.can_repeat, self.waits_for_epoch_end = source.can_repeat, source.waits_for_epoch_end
+
+    @property
+    def lends_memory(self) -> bool:
+        """As of the source."""
+        return self._source.lends_memory
+
+    @property
+    def num_batches(self) -> int | None:  # type: ignore[override]
+        """Batches of the next pass, if their number is known."""
+        total = self._source.num_batches
+        return None if total is None else len(range(self._first, total, self._stride))
+
+    def keeping_remainder(self) -> BatchSource:
+        """Every n-th batch where nothing is left out."""
+        return EveryNthBatch(self._source.keeping_remainder(), self._first, self._stride)
+
+    def on_epoch_end(self) -> None:
+        """Passed on."""
+        self._source.on_epoch_end()
+
+    def close(self) -> None:
+        """Passed on."""
+        self._source.close()
+
+    def batches(self, epoch: int, seed: int | None, start: int) -> Iterator:
+        """The batches of one pass."""
+        first = self._first + start * self._stride
+        return itertools.islice(self._source.batches(epoch, seed, 0), first, None, self._stride)
+
+
 def make_batch_source(
     x: Any, batch_size: int | None, batched: bool, drop_remainder: bool, workers: WorkerSettings | None
 ) -> BatchSource | None:
@@ -376,6 +433,8 @@ def make_batch_source(
         drop_remainder: Whether to leave out a last batch smaller than `batch_size`.
         workers: How to make batches in processes; None for this one.
     """
+    if isinstance(x, BatchSource):
+        return x
     if _is_map(x) and not isinstance(x, (tf.keras.utils.Sequence, tf.data.Dataset)):
         return MapSource(x, batch_size or DEFAULT_BATCH_SIZE, drop_remainder, workers)
     if isinstance(x, tf.distribute.DistributedDataset):
@@ -420,7 +479,7 @@ def _source_of(x: Any, workers: WorkerSettings | None) -> BatchSource | None:
         )
     if isinstance(x, tf.data.Dataset):
         cardinality = int(x.cardinality())
-        return GeneratorSource(x.as_numpy_iterator, None if cardinality < 0 else lambda: cardinality)
+        return GeneratorSource(x.__iter__, None if cardinality < 0 else lambda: cardinality)
     if isinstance(x, queue.Queue):
         return QueueSource(x)
     if hasattr(x, "__next__"):
@@ -430,62 +489,93 @@ def _source_of(x: Any, workers: WorkerSettings | None) -> BatchSource | None:
     return None
 
 
+class JoinedBatch(tuple):
+    """A global batch whose source decides how many samples of it each replica gets."""
+
+    sizes: tuple[int, ...]
+
+
 class BatchCaster:
     """Makes batches uniform: checks each against the first ones and copies it into aligned memory.
 
     Args:
         element_spec: The type of a batch, or None to learn it.
         keeps_memory: True if aligned arrays need no copy, because they are nobody else's.
+        padding_value: Fills up samples of unequal length; None refuses them.
     """
 
-    def __init__(self, element_spec: Any, keeps_memory: bool) -> None:
-        self._keeps_memory = keeps_memory
+    def __init__(self, element_spec: Any, keeps_memory: bool, padding_value: float | None) -> None:
+        self._keeps_memory, self._padding_value = keeps_memory, padding_value
         self.element_spec = None if element_spec is None else as_batch_structure(element_spec)
         self._pools: list[BufferPool] = []
         self.copied_bytes = 0  # So far.
 
+    def hold(self, batch: Any) -> tuple:
+        """A batch that stays as it is: the user's code may fill the same arrays again."""
+
+        def copied(leaf: Any) -> Any:
+            leaf = _as_leaf(leaf)
+            return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+        return cast(tuple, tf.nest.map_structure(copied, as_batch_structure(batch)))
+
     def learn(self, batches: list) -> None:
-        """Takes the type from the first batches: an axis whose length changes among them may change later on."""
-        first, *others = [as_batch_structure(batch) for batch in batches]
-        specs = [_spec_of(np.asarray(leaf)) for leaf in tf.nest.flatten(first)]
+        """Takes the type from the first batches: an axis whose length changes among them may change later on.
+
+        Args:
+            batches: What `hold` gave.
+        """
+        first, *others = batches
+        specs = [self._spec_of(leaf) for leaf in tf.nest.flatten(first)]
         for other in others:
             leaves = tf.nest.flatten(other)
             if len(leaves) == len(specs):
-                specs = [_join(spec, _spec_of(np.asarray(leaf))) for spec, leaf in zip(specs, leaves)]
+                specs = [_join(spec, self._spec_of(leaf)) for spec, leaf in zip(specs, leaves)]
         self.element_spec = tf.nest.pack_sequence_as(first, specs)
 
-    def cast(self, batch: Any, number: int) -> Batch:
-        """The arrays of a batch, aligned and of the right type.
+    def cast(self, batch: Any, name: str) -> tuple[int, Batch]:
+        """The number of samples of a batch, and its arrays, aligned and of the right type.
 
         Args:
             batch: As the user's code gave it.
-            number: Its number in the pass, for messages.
+            name: What to call it in messages, such as "Batch 3 of epoch 0".
         """
         structure = as_batch_structure(batch)
         try:
             tf.nest.assert_same_structure(self.element_spec, structure)
         except (TypeError, ValueError):
             raise SourceError(
-                f"Batch {number} does not have the structure of the first one. Received "
+                f"{name} does not have the structure of the first one. Received "
                 f"{_describe(structure)}, expected {_describe(self.element_spec)}. "
                 "Every batch must be x, (x,), (x, y) or (x, y, sample_weight) with the same nesting."
             ) from None
         specs, leaves = tf.nest.flatten(self.element_spec), tf.nest.flatten(structure)
         self._pools = self._pools or [BufferPool() for _ in specs]
-        arrays = [
-            self._cast_one(np.asarray(leaf), spec, pool, number) for leaf, spec, pool in zip(leaves, specs, self._pools)
-        ]
-        lengths = {len(array) for array in arrays}
+        arrays: Batch = []
+        lengths = set()
+        for leaf, spec, pool in zip(map(_as_leaf, leaves), specs, self._pools):
+            if isinstance(leaf, np.ndarray) and isinstance(spec, tf.TensorSpec):
+                arrays.append(self._cast_one(leaf, spec, pool, name))
+                lengths.add(len(arrays[-1]))
+            elif isinstance(leaf, np.ndarray) or not spec.is_compatible_with(leaf):
+                raise SourceError(
+                    f"{name} does not fit the first ones. Received {_describe(leaf)}, "
+                    f"expected {_describe(spec)}. Give batches of one kind, or pass element_spec=."
+                )
+            else:
+                arrays.extend(arrays_of_tensor(leaf))
+                lengths.add(num_samples_of(leaf))
         if len(lengths) > 1:
             raise SourceError(
-                f"The arrays of batch {number} must have the same number of samples along their first axis. "
+                f"{name} has arrays that differ along their first axis; all must have the same number of samples. "
                 f"Received {_describe(structure)}."
             )
         if lengths == {0}:
-            raise SourceError(f"Batch {number} holds no sample. Leave out batches that a filter has emptied.")
-        return arrays
+            raise SourceError(f"{name} holds no sample. Leave out batches that a filter has emptied.")
+        return lengths.pop(), arrays
 
-    def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, number: int) -> np.ndarray:
+    def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, name: str) -> np.ndarray:
+        array = self._padded(array, name)
         strings = array.dtype.kind in "SUO"
         if (
             array.ndim == 0
@@ -494,7 +584,7 @@ class BatchCaster:
             or (not strings and not np.can_cast(array.dtype, spec.dtype.as_numpy_dtype, "same_kind"))
         ):
             raise SourceError(
-                f"Batch {number} (counted from 0) does not fit the first ones. Received an array of shape "
+                f"{name} does not fit the first ones. Received an array of shape "
                 f"{array.shape} and dtype {array.dtype}, expected shape {tuple(spec.shape)} and dtype "
                 f"{spec.dtype.name}. Pass "
                 "element_spec=, with None for every axis that may change, for example "
@@ -509,33 +599,59 @@ class BatchCaster:
         self.copied_bytes += out.nbytes
         return out
 
+    def _padded(self, array: np.ndarray, name: str) -> np.ndarray:
+        if not are_sequences(array):
+            return array
+        return make_padded_component(array, name, self._padding_value).read(slice(0, len(array)))
+
+    def _spec_of(self, leaf: Any) -> tf.TypeSpec:
+        if not isinstance(leaf, np.ndarray):
+            return spec_of_tensor(leaf)
+        if are_sequences(leaf):
+            return make_padded_component(leaf, "a batch", self._padding_value).spec
+        if leaf.ndim == 0:
+            raise SourceError(
+                f"A batch holds a single value ({leaf.dtype}) where an array of samples is expected. If the generator "
+                "yields single samples, pass batched=False."
+            )
+        dtype = tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(fed_dtype(leaf.dtype))
+        return tf.TensorSpec((None, *leaf.shape[1:]), dtype)
+
+
+def _as_leaf(value: Any) -> Any:
+    """A NumPy array, or a sparse or ragged tensor."""
+    return as_tensor(value, tf.keras.backend.floatx()) if is_composite(value) else np.asarray(value)
+
+
+def _num_samples(leaf: Any) -> int:
+    return len(leaf) if isinstance(leaf, np.ndarray) else num_samples_of(leaf)
+
+
+def _join_parts(parts: Any) -> Any:
+    return together(list(parts)) if isinstance(parts[0], np.ndarray) else concatenate(parts)
+
 
 def _num_batches(num_samples: int, batch_size: int, drop_remainder: bool) -> int:
     return num_samples // batch_size if drop_remainder else -(-num_samples // batch_size)
 
 
-def _spec_of(array: np.ndarray) -> tf.TensorSpec:
-    if array.ndim == 0:
-        raise SourceError(
-            "A batch holds a single number where an array of samples is expected. If the generator yields "
-            "single samples, pass batched=False."
-        )
-    dtype = tf.string if array.dtype.kind in "SUO" else tf.as_dtype(fed_dtype(array.dtype))
-    return tf.TensorSpec((None, *array.shape[1:]), dtype)
-
-
-def _join(spec: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
-    if spec.shape.rank != other.shape.rank:
-        return spec
-    return tf.TensorSpec([a if a == b else None for a, b in zip(spec.shape, other.shape)], spec.dtype)
+def _join(spec: Any, other: Any) -> Any:
+    """What both types are types of; the first where there is none, then the batch is refused when it is cast."""
+    if isinstance(spec, tf.TensorSpec) and isinstance(other, tf.TensorSpec):
+        if spec.shape.rank != other.shape.rank:
+            return spec
+        return tf.TensorSpec([a if a == b else None for a, b in zip(spec.shape, other.shape)], spec.dtype)
+    return spec.most_specific_common_supertype([other]) or spec
 
 
 def _describe(structure: Any) -> str:
     def describe(leaf: Any) -> str:
-        if isinstance(leaf, tf.TypeSpec):
-            return f"{leaf.dtype.name}{tuple(leaf.shape)}"
-        array = np.asarray(leaf)
-        return f"{array.dtype}{array.shape}"
+        if not isinstance(leaf, tf.TypeSpec):
+            leaf = _as_leaf(leaf)
+        if isinstance(leaf, np.ndarray):
+            return f"{leaf.dtype}{leaf.shape}"
+        kind = {"Sparse": "sparse ", "Ragged": "ragged "}.get(type(leaf).__name__[:6], "")
+        return f"{kind}{leaf.dtype.name}{tuple(leaf.shape)}"
 
     return str(tf.nest.map_structure(describe, structure))
 
@@ -557,7 +673,8 @@ def _skip(items: Iterator, number: int) -> Iterator:
     return items
 
 
-def _takes(function: Callable, name: str) -> bool:
+def takes(function: Callable, name: str) -> bool:
+    """True if a function has an argument of that name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # Built in, without a signature.

@@ -114,7 +114,7 @@ class FeedMonitor(internals.LightCallback):
             internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder)
         )
         self._recording.capacity = plan.prefetch + (plan.prefetch + 1 if feeder.is_streaming else 1)
-        self._recording.has_known_steps = plan.steps is not None
+        self._learns_splits = plan.steps is None and feeder.num_sources is None
         if plan.steps is not None:
             last = plan.steps - 1
             self._recording.splits = [
@@ -276,7 +276,7 @@ class FeedMonitor(internals.LightCallback):
             self._recording.add_step(span, not is_warm, replicas)
             if is_warm:
                 yield span
-            if not self._recording.has_known_steps:
+            if self._learns_splits:
                 self._note_split(batches)
 
     def _has_warmed_up(self, batches: list[MadeBatch], ended: float) -> bool:

@@ -1,8 +1,8 @@
-"""Sparse and ragged arrays, read by sample.
+"""Arrays that are no plain array: sparse, ragged, and samples of unequal length that are padded.
 
 Flow:   ... -> workers -> [composites] -> sources -> batch_sources -> ...
-Owns:   taking samples out of sparse and ragged arrays.
-Leaves: recognising them (sources), putting tensors together and cutting them (pipeline).
+Owns:   taking samples out of such arrays; such arrays as parts of a generator's batch.
+Leaves: recognising arrays (sources), putting tensors together and cutting them (pipeline).
 
 `read` gives a tuple of arrays, the components of a `tf.SparseTensor` or `tf.RaggedTensor` in the order of
 `tf.nest.flatten(..., expand_composites=True)`.
@@ -10,7 +10,8 @@ Leaves: recognising them (sources), putting tensors together and cutting them (p
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -93,9 +94,113 @@ def make_ragged_component(value: tf.RaggedTensor) -> RaggedComponent:
     Args:
         value: The ragged array.
     """
-    shape = [None, *value.shape[1:]]
-    spec = tf.RaggedTensorSpec(shape, value.dtype, value.ragged_rank, value.row_splits.dtype)
-    return RaggedComponent([splits.numpy() for splits in value.nested_row_splits], value.flat_values.numpy(), spec)
+    splits = [row_splits.numpy() for row_splits in value.nested_row_splits]
+    return RaggedComponent(splits, value.flat_values.numpy(), spec_of_tensor(value))
+
+
+class PaddedComponent:
+    """Samples of unequal length, filled up with one value to the longest of each batch.
+
+    Args:
+        samples: Sequences, each of shape `(length, ...)`, alike but for the length.
+        padding_value: What to fill up with.
+        dtype: Takes the dtype of the samples and gives that of the batch.
+    """
+
+    sample_bytes = None
+
+    def __init__(self, samples: list, padding_value: float, dtype: Callable[[np.dtype], np.dtype]) -> None:
+        try:
+            arrays = [np.asarray(sample) for sample in samples]
+        except ValueError:
+            raise ValueError("they hold sequences of unequal length themselves") from None
+        shapes = {array.shape[1:] if array.ndim else None for array in arrays if array.size}
+        if len(shapes) > 1 or None in shapes:
+            raise ValueError(f"beyond their length, samples differ too: {sorted(map(str, shapes))}")
+        sample_shape: Any = next(iter(shapes), ())
+        self._values = np.concatenate([array.reshape(-1, *sample_shape) for array in arrays])
+        if self._values.dtype.kind not in "biuf":
+            raise ValueError(f"samples of dtype {self._values.dtype} cannot be padded")
+        self._starts = np.cumsum([0, *map(len, arrays)])
+        self._padding_value, self._dtype = padding_value, np.dtype(dtype(self._values.dtype))
+        if self._dtype.kind in "biu" and padding_value != self._dtype.type(padding_value):
+            raise ValueError(f"{padding_value!r} is no value of dtype {self._dtype}")
+        self.num_samples = len(arrays)
+        self.spec = tf.TensorSpec((None, None, *sample_shape), tf.as_dtype(self._dtype))
+
+    def read(self, samples: Any) -> np.ndarray:
+        """The batch, of shape `(batch, longest, ...)`."""
+        entries, lengths = _entries_of(_numbers(samples), self._starts)
+        places = np.arange(lengths.max(initial=0))
+        shape: Any = (len(lengths), len(places), *self._values.shape[1:])
+        batch = np.full(shape, self._padding_value, self._dtype)
+        batch[places < lengths[:, None]] = self._values[entries]
+        return batch
+
+
+def are_sequences(array: np.ndarray) -> bool:
+    """True for an array of objects that are sequences: samples of unequal length."""
+    return (
+        array.dtype.kind == "O" and array.ndim == 1 and any(isinstance(one, (list, tuple, np.ndarray)) for one in array)
+    )
+
+
+def is_composite(value: Any) -> bool:
+    """True for a sparse or ragged array of SciPy or TensorFlow."""
+    return isinstance(value, (tf.SparseTensor, tf.RaggedTensor)) or hasattr(value, "tocsr")
+
+
+def as_tensor(value: Any, floating: Any) -> Any:
+    """A sparse or ragged array as a tensor.
+
+    Args:
+        value: The array.
+        floating: The dtype that floating-point values are fed as.
+    """
+    if hasattr(value, "tocsr"):
+        rows = value.tocsr()
+        rows.sort_indices()
+        indices = np.column_stack([np.repeat(np.arange(rows.shape[0]), np.diff(rows.indptr)), rows.indices])
+        value = tf.SparseTensor(indices.astype(np.int64), rows.data, rows.shape)
+    return tf.cast(value, floating) if value.dtype.is_floating else value
+
+
+def spec_of_tensor(tensor: Any) -> Any:
+    """The type of a sparse or ragged tensor with any number of samples."""
+    shape = [None, *tensor.shape[1:]]
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, tensor.dtype)
+    return tf.RaggedTensorSpec(shape, tensor.dtype, tensor.ragged_rank, tensor.row_splits.dtype)
+
+
+def arrays_of_tensor(tensor: Any) -> list[np.ndarray]:
+    """The components of a sparse or ragged tensor."""
+    return [component.numpy() for component in tf.nest.flatten(tensor, expand_composites=True)]
+
+
+def num_samples_of(value: Any) -> int:
+    """Samples of a sparse or ragged tensor."""
+    return int(value.nrows()) if isinstance(value, tf.RaggedTensor) else int(value.shape[0])
+
+
+def concatenate(parts: Sequence) -> Any:
+    """Several sparse or ragged tensors, one after the other along the first axis."""
+    parts = list(parts)
+    return tf.sparse.concat(0, parts) if isinstance(parts[0], tf.SparseTensor) else tf.concat(parts, axis=0)
+
+
+def expand(sample: Any) -> Any:
+    """One sample as a batch of one."""
+    return tf.sparse.expand_dims(sample, 0) if isinstance(sample, tf.SparseTensor) else sample[None]
+
+
+def take(value: Any, start: int, stop: int) -> Any:
+    """The samples `start` to `stop` of an array or tensor."""
+    if not isinstance(value, tf.SparseTensor):
+        return value[start:stop]
+    shape = value.shape.as_list()
+    others = tuple(shape[1:])
+    return tf.sparse.slice(value, (start, *[0] * len(others)), (min(stop, shape[0]) - start, *others))
 
 
 def _numbers(samples: Any) -> np.ndarray:

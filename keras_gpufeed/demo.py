@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from . import internals
+from . import DistributedFeeder, distribute, get_strategy, internals, use_virtual_devices
 from .errors import FeedError
-from .feeder import DistributedFeeder
-from .promotion import distribute
-from .strategy import get_strategy, short_device_names, use_virtual_devices
+from .strategy import short_device_names
 
 _BATCH_SIZE = 128
 _NUM_TEST_SAMPLES = 360
@@ -90,7 +88,7 @@ def _train(title: str, devices: list[str], feeder: DistributedFeeder, epochs: in
     distribute(model, strategy)
     print(f"\n{title}")
     plan = feeder.plan(internals.num_replicas(strategy))
-    print(dataclasses.replace(plan, devices=short_device_names(strategy)))
+    print(dataclasses.replace(plan, devices=short_device_names(strategy), strategy=type(strategy).__name__))
     model.fit(feeder, epochs=epochs, verbose=1 if sys.stdout.isatty() else 2)
     return model
 

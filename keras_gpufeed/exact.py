@@ -38,7 +38,9 @@ class _ReplicaStep:
     def __init__(self, shares: Any, small_tails: bool, num_replicas: int, note_end: Any = None) -> None:
         self.note_end = note_end  # Takes the time at which this replica had its gradients, if somebody looks.
         if shares is None:
-            self.weight, self.sum_scale, self.counts = 1.0 / num_replicas, float(num_replicas), None
+            # Double, as shares are: `tf.cast` of a Python number goes through single precision.
+            self.weight = tf.constant(1.0 / num_replicas, tf.float64)
+            self.sum_scale, self.counts = tf.constant(num_replicas, tf.float64), None
         else:
             self.weight, self.sum_scale = shares[0], shares[1]
             self.counts = shares[2] > 0 if small_tails else None
@@ -69,6 +71,7 @@ def _current_step() -> _ReplicaStep | None:
 def install() -> None:
     """Takes its places in TensorFlow and Keras; without a fed step on the thread each does nothing."""
     internals.attach("run", _run)
+    internals.attach("call_function", _call_function)
     internals.attach("num_replicas_in_sync", _num_replicas_in_sync)
     internals.attach("gradient", _gradient)
     internals.attach("aggregate_gradients", _aggregate_gradients)
@@ -117,7 +120,7 @@ def _run(original: Callable) -> Callable:
         kwargs: Any = None,
         options: Any = None,
     ) -> Any:
-        fed = next((arg for arg in args if isinstance(arg, FedElement)), None)
+        fed = next((arg for arg in tf.nest.flatten((args, kwargs)) if isinstance(arg, FedElement)), None)
         if fed is None:
             return original(strategy, fn, args, kwargs, options)
         converted = internals.convert_for_graph(fn)
@@ -130,9 +133,11 @@ def _run(original: Callable) -> Callable:
             with _ReplicaStep(shares, fed.small_tails, num_replicas, note_end):
                 return converted(*args, **kwargs)
 
-        plain_args = tuple(arg.data if arg is fed else arg for arg in args)
+        plain_args, plain_kwargs = tf.nest.map_structure(
+            lambda arg: arg.data if isinstance(arg, FedElement) else arg, (tuple(args), kwargs or {})
+        )
         replicas = internals.regroup(range(num_replicas))
-        outputs = original(strategy, replica_fn, (replicas, fed.shares, plain_args, kwargs or {}), None, options)
+        outputs = original(strategy, replica_fn, (replicas, fed.shares, plain_args, plain_kwargs), None, options)
         if len(ends) == num_replicas:
             step_stamps(num_replicas).note_ends([ends[replica] for replica in range(num_replicas)])
         return _combine(outputs, fed, num_replicas)
@@ -182,6 +187,25 @@ def _rows_that_count(value: Any, step: _ReplicaStep) -> Any:
         return tf.sparse.slice(value, tf.zeros_like(counted), counted)
     num_rows = value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
     return value[: num_rows * tf.cast(step.counts, num_rows.dtype)]
+
+
+def _call_function(original: Callable) -> Callable:
+    """A `tf.function` of the user's becomes part of the step.
+
+    On its own it would keep the shares of the step that traced it, and replicas cannot meet in it.
+    """
+
+    def call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python_function = None if _current_step() is None else internals.python_of(function)
+        if python_function is None:
+            return original(function, *args, **kwargs)
+        return tf.nest.map_structure(_as_tensor, python_function(*args, **kwargs))
+
+    return call_function
+
+
+def _as_tensor(output: Any) -> Any:
+    return output if output is None or tf.is_tensor(output) else tf.convert_to_tensor(output)
 
 
 def _num_replicas_in_sync(original: Callable) -> Callable:

@@ -32,8 +32,10 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import cross_device_utils, distribute_lib, distribute_utils, values
 from tensorflow.python.eager import context
-from tensorflow.python.framework import composite_tensor, type_spec
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.framework import composite_tensor, kernels, type_spec
 from tensorflow.python.types import distribute as distribute_types
+from tensorflow.python.util import nest
 
 from .stamps import step_stamps
 
@@ -54,6 +56,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "steps": (data_adapter.DataHandler, "steps"),
     # A step's shares travel beside its data and must be known inside the replicas.
     "run": (distribute_lib.StrategyBase, "run"),
+    # A `tf.function` that is called inside a step takes up the step's shares when it is traced.
+    "call_function": (polymorphic_function.Function, "__call__"),
     # Losses divide by it, because they assume even replicas; inside a step that is weighed here it reads 1.
     "num_replicas_in_sync": (distribute_lib.StrategyBase, "num_replicas_in_sync"),
     # The gradient is where a replica's loss is weighed: before layers that talk across replicas.
@@ -162,8 +166,10 @@ class DistributedDataset(distribute_types.DistributedDatasetInterface):
     """Base of what an adapter hands to Keras; Keras distributes anything else once more."""
 
 
-class FedElement:
+class FedElement(composite_tensor.CompositeTensor):
     """The data of one step with its shares beside it, on the way from the iterator to the replicas.
+
+    In a loop of the user's it passes through a `tf.function` and may be unpacked: its parts know the shares too.
 
     Args:
         data: Per-replica structure, as `train_step` is to get it.
@@ -177,6 +183,62 @@ class FedElement:
     def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool, monitored: bool) -> None:
         self.data, self.shares, self.predicting, self.small_tails = data, shares, predicting, small_tails
         self.monitored = monitored
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, key: Any) -> FedElement:
+        return FedElement(self.data[key], self.shares, self.predicting, self.small_tails, self.monitored)
+
+    def __iter__(self) -> Iterator:
+        return iter([self[key] for key in (self.data if isinstance(self.data, dict) else range(len(self.data)))])
+
+    @property
+    def _type_spec(self) -> _FedElementSpec:
+        specs = nest.map_structure(type_spec.type_spec_from_value, (self.data, _or_nothing(self.shares)))
+        return _FedElementSpec(*specs, self.predicting, self.small_tails, self.monitored)
+
+
+def _or_nothing(shares: Any) -> Any:
+    return () if shares is None else shares
+
+
+class _FedElementSpec(type_spec.TypeSpec):
+    """Lets the data of a step be an argument of a `tf.function`."""
+
+    def __init__(self, data: Any, shares: Any, *flags: bool) -> None:
+        self._specs, self._flags = (data, shares), flags
+
+    value_type = property(lambda self: FedElement)
+    _component_specs = property(lambda self: self._specs)
+
+    def _serialize(self) -> tuple:
+        return (*self._specs, *self._flags)
+
+    def _to_components(self, value: FedElement) -> Any:
+        return value.data, _or_nothing(value.shares)
+
+    def _from_components(self, components: Any) -> FedElement:
+        data, shares = components
+        return FedElement(data, None if isinstance(shares, tuple) else shares, *self._flags)
+
+
+class _FedOptional:
+    """The next `FedElement`, if there is one; loops over an iterator in a `tf.function` ask for it.
+
+    Args:
+        optionals: TensorFlow's, one for each device.
+        make_element: Makes the element of their values.
+    """
+
+    def __init__(self, optionals: list, make_element: Callable) -> None:
+        self._optionals, self._make_element = optionals, make_element
+
+    def has_value(self) -> tf.Tensor:
+        return self._optionals[0].has_value()
+
+    def get_value(self) -> Any:
+        return self._make_element([optional.get_value() for optional in self._optionals])
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):
@@ -193,6 +255,8 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         monitored: True if steps note how long they waited for data.
     """
 
+    on_end: Callable[[], None] | None = None  # Called when the data has ended or failed; may raise.
+
     def __init__(self, inner: Any, even: bool, predicting: bool, small_tails: bool, monitored: bool) -> None:
         self._inner, self._even, self._predicting, self._small_tails = inner, even, predicting, small_tails
         self._monitored = monitored
@@ -200,22 +264,27 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
     def __next__(self) -> Any:
         try:
             return self.get_next()
-        except tf.errors.OutOfRangeError:
-            raise StopIteration from None
+        except tf.errors.OpError as error:
+            if self.on_end is not None:
+                self.on_end()
+            if isinstance(error, tf.errors.OutOfRangeError):
+                raise StopIteration from None
+            raise
 
     def __iter__(self) -> Iterator:
         return self
 
     def get_next(self) -> Any:
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
-        if self._monitored:
-            with tf.device("/device:CPU:0"):
-                began = tf.timestamp()
-            with tf.control_dependencies([] if tf.executing_eagerly() else [began]):
-                elements = self._inner.get_next()
-            elements = self._note_wait(began, elements)
-        else:
+        if not self._monitored:
+            return self._make_element(self._inner.get_next())
+        with tf.device("/device:CPU:0"):
+            began = tf.timestamp()
+        with tf.control_dependencies([] if tf.executing_eagerly() else [began]):
             elements = self._inner.get_next()
+        return self._make_element(self._note_wait(began, elements))
+
+    def _make_element(self, elements: Any) -> Any:
         if not self._is_dealt:
             return elements
         if len(elements) == 1:
@@ -243,8 +312,8 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         return isinstance(self._inner, multi_device_iterator_ops.OwnedMultiDeviceIterator)
 
     def get_next_as_optional(self) -> Any:
-        """Not offered: a feeder knows its steps."""
-        raise TypeError("The iterator of a feeder has no optional elements; it knows its steps.")
+        """The next element, or that there is none; `for` loops in a `tf.function` use it."""
+        return _FedOptional(self._inner.get_next_as_optional(), self._make_element)
 
     @property
     def element_spec(self) -> Any:
@@ -360,6 +429,12 @@ def give_own_collective_keys(strategy: tf.distribute.Strategy, first_key: int) -
         strategy.extended._collective_keys = keys
 
 
+def has_nccl() -> bool:
+    """True if TensorFlow was built with NCCL, which it can be asked for in no public way."""
+    registered = kernels.get_registered_kernels_for_op("NcclAllReduce")
+    return any(kernel.device_type == "GPU" for kernel in registered.kernel)
+
+
 def devices_are_up() -> bool:
     """True once TensorFlow has started its devices; then their number cannot change."""
     return context.context()._initialized
@@ -374,6 +449,22 @@ def keep_autograph_out() -> None:
 def convert_for_graph(function: Callable) -> Callable:
     """Lets AutoGraph convert `function` as `Strategy.run` would have done with it."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def python_of(function: Any) -> Callable | None:
+    """What a `tf.function` would trace; None for the functions of Keras and TensorFlow.
+
+    Keras chooses the kernel of a recurrent layer by such a function, and a SavedModel is made of them.
+
+    Args:
+        function: The `tf.function`.
+    """
+    python_function = function.python_function
+    if (getattr(python_function, "__module__", None) or "").partition(".")[0] in ("keras", "tensorflow"):
+        return None
+    if not function._autograph:
+        return python_function
+    return autograph_util.py_func_from_autograph(python_function, function._experimental_autograph_options)
 
 
 def no_tape_records() -> bool:
@@ -409,19 +500,28 @@ def unwrap_autocast(variable: tf.Variable) -> tf.Variable:
     return variable._variable if isinstance(variable, autocast_variable.AutoCastVariable) else variable
 
 
-def become_distributed(variable: tf.Variable, replacement: tf.Variable) -> None:
+def become(variable: tf.Variable, replacement: tf.Variable) -> None:
     """Turns `variable`, the object, into what `replacement` is.
 
-    Whoever holds the object (layers, optimizer slots, closures of regularisers) then holds the distributed
-    variable. Its unique id stays, because optimizers find their slots by it, and the components' references
-    to their container are pointed at it.
+    Whoever holds the object (layers, optimizer slots, closures of regularisers) then holds the replacement.
+    Its unique id stays, because optimizers find their slots by it. The first component keeps the memory, if
+    it is on the right device: a `tf.function` of the user's that was traced before reads it by its handle.
+
+    Args:
+        variable: An ordinary variable.
+        replacement: A variable of the same value made under a strategy: distributed, or an ordinary one on the
+            device of a OneDeviceStrategy.
     """
-    unique_id = variable._unique_id
+    unique_id, handle = variable._unique_id, variable.handle
+    primary = replacement._primary if is_distributed(replacement) else replacement
+    if handle.device == primary.handle.device:
+        primary._handle = handle
+    primary._unique_id = unique_id
     variable.__class__ = type(replacement)
     variable.__dict__ = replacement.__dict__
-    variable._primary._unique_id = unique_id
-    for component in variable.values:
-        component.handle._distributed_container = weakref.ref(variable)
+    if is_distributed(variable):  # Components refer to their container.
+        for component in variable.values:
+            component.handle._distributed_container = weakref.ref(variable)
 
 
 def refresh_autocast(wrapper: tf.Variable) -> None:

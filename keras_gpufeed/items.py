@@ -59,9 +59,11 @@ class SamplesOf:
 
     def __call__(self, epoch: int, index: int) -> Any:
         """The samples of the batch, stacked."""
-        numbers = ordered(len(self.samples), self.seed, epoch)
-        chosen = numbers[index * self.batch_size : (index + 1) * self.batch_size]
-        return stack([self.samples[number] for number in chosen])
+        start, num_samples = index * self.batch_size, len(self.samples)
+        numbers: Any = range(start, min(start + self.batch_size, num_samples))
+        if self.seed is not None:
+            numbers = EpochOrder(num_samples, self.seed, epoch).samples(numbers.start, numbers.stop).tolist()
+        return stack([self.samples[number] for number in numbers])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,4 +91,19 @@ def stack(samples: list) -> Any:
         return {key: stack([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple) or (isinstance(first, list) and not all(np.isscalar(part) for part in first)):
         return tuple(stack([sample[place] for sample in samples]) for place in range(len(first)))
-    return np.stack([np.asarray(sample) for sample in samples])
+    return together([np.asarray(sample)[None] for sample in samples])
+
+
+def together(parts: list[np.ndarray]) -> np.ndarray:
+    """Arrays of samples, one after the other; an array of objects where samples differ in shape."""
+    if len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    return array_of_objects([sample for part in parts for sample in part])
+
+
+def array_of_objects(items: list) -> np.ndarray:
+    """An array whose elements are the items, whatever they are."""
+    array = np.empty(len(items), object)
+    for place, item in enumerate(items):  # Given the list, NumPy would look into the items.
+        array[place] = item
+    return array

@@ -27,7 +27,7 @@ from .feeder import DistributedFeeder
 from .meter import FeedMeter
 from .pipeline import Pipeline
 from .promotion import distribute, follow_shared_layers, move_along, was_moved
-from .streams import Failure
+from .streams import Batch, Failure
 
 _logger = logging.getLogger("keras_gpufeed")
 _active = threading.local()
@@ -173,7 +173,7 @@ def _prepare(model: tf.keras.Model, name: str, arguments: dict) -> None:
     if not isinstance(feeder, DistributedFeeder):
         return  # Only the validation data is a feeder; it takes whichever strategy the model lives on.
     was_moved = internals.lives_on(model) is None
-    distribute(model)
+    distribute(model, strategies.strategy_of(feeder.num_sources) if was_moved and feeder.num_sources else None)
     strategy = model.distribute_strategy
     strategies.prepare(strategy)
     _check_model(model, name, feeder, strategy)
@@ -288,6 +288,11 @@ def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, st
         raise StrategyError(
             "jit_compile=True does not work on several CPU devices: XLA has no collectives for them in "
             "TensorFlow 2.15. Compile the model with jit_compile=False, or use one device or GPUs."
+        )
+    if feeder.num_sources is not None and name == "predict":
+        raise SourceError(
+            "predict returns one row for each sample in input order, and sources side by side have none in common. "
+            "Predict from each source: model.predict(DistributedFeeder(x))."
         )
     if feeder.is_streaming:
         return  # What it gives is known when it has been read.
@@ -492,9 +497,10 @@ class FeedAdapter(internals.DataAdapter):
     def open_stream(self) -> Any:
         """The stream for a new iterator."""
         (epoch, step), shuffle = self._first, self._training and self._shuffle
+        if self._stream is not None:  # That of the last validation: its buffers are to go.
+            self._stream.close()
+            self._call.streams.remove(self._stream)
         if self.is_streaming:
-            if self._stream is not None:
-                self._stream.close()
             self._stream = self._feeder._batch_stream(
                 self._training, shuffle, (epoch, self._epochs), step, self._fixed_steps
             )
@@ -558,10 +564,10 @@ class Replay:
         batch: What `stream.read` gave.
     """
 
-    def __init__(self, stream: Any, batch: tuple[int, list[np.ndarray]]) -> None:
+    def __init__(self, stream: Any, batch: Batch) -> None:
         self.element_spec, self.failure, self.meter, self._batch = stream.element_spec, None, FeedMeter(), batch
 
-    def read(self, step: int) -> tuple[int, list[np.ndarray]]:
+    def read(self, step: int) -> Batch:
         """The batch."""
         return self._batch
 
@@ -588,7 +594,7 @@ class _Steps(internals.DistributedDataset):
 
     def __iter__(self) -> Iterator:
         self._adapter.pipeline_in_use = self._pipeline
-        return self._pipeline.iterate(self._adapter.open_stream(), self._adapter.is_monitored)
+        return self._pipeline.iterate(self._adapter.open_stream(), monitored=self._adapter.is_monitored)
 
 
 def _enumerate_epochs(original: Callable) -> Callable:

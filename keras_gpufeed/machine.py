@@ -34,7 +34,7 @@ def describe_machine(strategy: tf.distribute.Strategy) -> dict[str, str]:
         strategy: Where the model lives.
     """
     described = {
-        "System": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "System": f"{platform.system()}, {platform.machine()}",
         "Processors": str(num_processors()),
         "Python": platform.python_version(),
         "TensorFlow": tf.__version__,

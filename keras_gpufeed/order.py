@@ -1,7 +1,7 @@
 """The order of samples in a pass, as a function of (seed, epoch), in constant memory.
 
 Flow:   errors -> plan -> [order] -> sources -> ...
-Owns:   the permutation.
+Owns:   the permutation; the seed of each sample, for random transforms.
 Leaves: how many samples a step takes (plan), reading them (sources).
 
 The permutation is a Feistel network over the grid `rows x columns` that just covers the samples: each round
@@ -19,6 +19,30 @@ import numpy as np
 
 _ROUNDS = 12  # Fewer show: with 8, the 120 orders of 5 samples do not come up equally often over epochs.
 _BLOCK = 1 << 15  # Places computed at once: NumPy's cost per call is then spread over many steps.
+
+
+def sample_seeds(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
+    """Seeds for `tf.random.stateless_*`, one for each sample, that depend on nothing but the arguments.
+
+    Args:
+        seed: Any Python integer.
+        epoch: The pass, from 0.
+        samples: Numbers of samples, of shape `(batch,)`.
+
+    Returns:
+        An int32 array of shape `(batch, 2)`.
+
+    Example:
+        >>> first, second = sample_seeds(7, 0, np.array([3, 4])), sample_seeds(7, 0, np.array([4, 3]))
+        >>> (first == second[::-1]).all(), (first[0] == first[1]).any()
+        (True, False)
+    """
+    key = np.random.SeedSequence([abs(seed), int(seed < 0), epoch]).generate_state(1, np.uint64)
+    # SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
+    mixed = key + (np.asarray(samples, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed ^ (mixed >> np.uint64(31))).view(np.int32).reshape(-1, 2)
 
 
 class EpochOrder:

@@ -21,19 +21,23 @@ import numpy as np
 import tensorflow as tf
 
 from . import internals
-from .plan import BatchPlan, split_batch
+from . import strategy as strategies
+from .batch_sources import takes
+from .order import sample_seeds
+from .overrides import Override, place_overrides, split_for
+from .plan import BatchPlan, Split
 
 _stream_ids = itertools.count()
 _UNBOUNDED = (1 << 62) - 1
 _streams: dict[int, Any] = {}  # Those that an iterator reads.
 
 
-def _cut(num_samples: int, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    split = split_batch(num_samples, num_replicas)
+def _cut(split: Split) -> tuple[np.ndarray, np.ndarray]:
+    num_replicas = len(split.parts)
     shares = [
         (
             share / num_replicas,  # Weight of a mean over the replica's samples.
-            num_samples / size,  # Brings a sum over them to the mean's footing.
+            split.num_samples / size,  # Brings a sum over them to the mean's footing.
             0.0 if split.small_tail and replica else 1.0,  # Whether the samples count here.
         )
         for replica, (share, size) in enumerate(zip(split.shares, split.sizes))
@@ -49,28 +53,42 @@ class Pipeline(internals.DistributedDataset):
         strategy: Where batches go.
         transforms: Functions on `(x, y, sample_weight)` of a global batch, applied in order.
         predicting: True if batches are for `predict`.
+        seed: For the seeds of the samples, which a transform with an argument `seed` is given; None if none is.
+        overrides: What single replicas get for single inputs.
     """
 
     def __init__(
         self,
         plan: BatchPlan,
         strategy: tf.distribute.Strategy,
-        transforms: tuple[Callable, ...] = (),
-        predicting: bool = False,
+        transforms: tuple[Callable, ...],
+        predicting: bool,
+        seed: int | None,
+        overrides: tuple[Override, ...],
     ) -> None:
         self.plan, self.strategy = plan, strategy
-        self._transforms, self._predicting = transforms, predicting
+        self._transforms, self._predicting, self._seed, self._overrides = transforms, predicting, seed, overrides
         self._graphs: list[_Graph] = []
 
     def with_transform(self, function: Callable) -> Pipeline:
         """The same steps with `function` applied to each global batch."""
-        return Pipeline(self.plan, self.strategy, (*self._transforms, function), self._predicting)
+        transforms = (*self._transforms, function)
+        return Pipeline(self.plan, self.strategy, transforms, self._predicting, self._seed, self._overrides)
 
-    def iterate(self, stream: Any, monitored: bool = False, replay: bool = False, in_steps: bool = True) -> Iterator:
+    def iterate(
+        self,
+        stream: Any,
+        on_end: Callable[[], None] | None = None,
+        *,
+        monitored: bool = False,
+        replay: bool = False,
+        in_steps: bool = True,
+    ) -> Iterator:
         """Starts reading.
 
         Args:
             stream: What to read.
+            on_end: For a loop that is not Keras's: called when the data has ended or failed; may raise.
             monitored: True if steps and transforms are to note their times.
             replay: True to give the first batch for ever, from memory.
             in_steps: False if there are no steps, which could note their times.
@@ -85,20 +103,22 @@ class Pipeline(internals.DistributedDataset):
         plan, stamped = self.plan, monitored and in_steps
         if replay:
             dataset = dataset.take(plan.num_replicas).cache().repeat()
-        if internals.is_default(self.strategy):
+        is_default = internals.is_default(self.strategy)
+        if is_default and on_end is None:
             iterator = iter(dataset.prefetch(plan.prefetch))
             if stamped:
                 iterator = internals.FeedIterator(iterator, plan.even, self._predicting, plan.has_small_tail, stamped)
         else:
             iterator = internals.iterate_on_devices(
                 dataset,
-                internals.replica_devices(self.strategy),
+                strategies.first_device() if is_default else internals.replica_devices(self.strategy),
                 plan.prefetch,
                 even=plan.even,
                 predicting=self._predicting,
                 small_tails=plan.has_small_tail,
                 monitored=stamped,
             )
+            iterator.on_end = on_end
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator
 
@@ -108,7 +128,7 @@ class Pipeline(internals.DistributedDataset):
         for graph in self._graphs:
             if graph.monitored == monitored and _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms, monitored)
+        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides, monitored)
         self._graphs.append(graph)
         return graph
 
@@ -116,9 +136,18 @@ class Pipeline(internals.DistributedDataset):
 class _Graph:
     """The traced `tf.data` graph, with the stream's number as its input."""
 
-    def __init__(self, batch_spec: Any, plan: BatchPlan, transforms: tuple[Callable, ...], monitored: bool) -> None:
-        self.batch_spec, self._plan, self._transforms = batch_spec, plan, transforms
+    def __init__(
+        self,
+        batch_spec: Any,
+        plan: BatchPlan,
+        transforms: tuple[Callable, ...],
+        seed: int | None,
+        overrides: tuple[Override, ...],
+        monitored: bool,
+    ) -> None:
+        self.batch_spec, self._plan, self._transforms, self._seed = batch_spec, plan, transforms, seed
         self.monitored = monitored
+        self._overrides = place_overrides(overrides, batch_spec)
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
         self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
@@ -130,12 +159,12 @@ class _Graph:
 
     def _trace(self, stream_id: tf.Tensor) -> tf.Tensor:
         dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
-        dataset = dataset.take_while(lambda data, parts, shares: parts[0, 1] > 0)
+        dataset = dataset.take_while(lambda data, parts, *_: parts[0, 1] > 0)
         for transform in self._transforms:
             apply = functools.partial(_apply, transform, stream_id if self.monitored else None)
             dataset = dataset.map(apply, num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
-            dataset = dataset.map(lambda data, *_: _as_keras_does(data))
+            dataset = dataset.map(lambda data, *_: as_keras_does(data))
         else:
             dataset = dataset.flat_map(self._deal)
         options = tf.data.Options()
@@ -150,18 +179,29 @@ class _Graph:
     def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
         specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
         dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float64]
-        read = functools.partial(_read_stream, num_replicas=self._plan.num_replicas, specs=specs)
-        *arrays, parts, shares = tf.numpy_function(read, [stream_id, step], dtypes)
+        if self._seed is not None:
+            dtypes.append(tf.int32)
+        read = functools.partial(
+            _read_stream,
+            num_replicas=self._plan.num_replicas,
+            specs=specs,
+            seed=self._seed,
+            overrides=self._overrides,
+        )
+        tensors = tf.numpy_function(read, [stream_id, step], dtypes)
+        arrays, (parts, shares, *seeds) = tensors[: len(specs)], tensors[len(specs) :]
         for array, spec in zip(arrays, specs):
             array.set_shape(spec.shape)
         parts.set_shape((self._plan.num_replicas, 2))
         shares.set_shape((self._plan.num_replicas, 3))
-        return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares
+        for seed in seeds:
+            seed.set_shape((None, 2))
+        return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares, *seeds
 
-    def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tf.data.Dataset:
+    def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
         def part(replica: tf.Tensor) -> tuple:
             start, stop = parts[replica, 0], parts[replica, 1]
-            sliced = _as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
+            sliced = as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
             return sliced if self._plan.even else (sliced, shares[replica])
 
         return tf.data.Dataset.range(self._plan.num_replicas).map(part)
@@ -181,18 +221,21 @@ def _num_samples(component: Any) -> tf.Tensor:
     return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
-def _as_keras_does(data: tuple) -> Any:
+def as_keras_does(data: tuple) -> Any:
     """A lone input goes to `train_step` by itself, unless it is a tuple: there it could be taken for (x, y)."""
     return data[0] if len(data) == 1 and not isinstance(data[0], tuple) else data
 
 
-def _apply(transform: Callable, monitored_id: Any, data: tuple, parts: tf.Tensor, shares: tf.Tensor) -> tuple:
+def _apply(
+    transform: Callable, monitored_id: Any, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *seeds: tf.Tensor
+) -> tuple:
+    arguments = {"seed": seeds[0]} if takes(transform, "seed") else {}
     if monitored_id is None:
-        transformed = transform(*data)
+        transformed = transform(*data, **arguments)
     else:
         began = tf.timestamp()
         with tf.control_dependencies([began]):
-            transformed = transform(*tf.nest.map_structure(tf.identity, data))
+            transformed = transform(*tf.nest.map_structure(tf.identity, data), **arguments)
         fed = tf.nest.flatten(transformed, expand_composites=True)
         with tf.control_dependencies(fed):
             seconds = tf.timestamp() - began
@@ -206,7 +249,7 @@ def _apply(transform: Callable, monitored_id: Any, data: tuple, parts: tf.Tensor
             _num_samples(tf.nest.flatten(data)[0]),
             "A transform must keep the number of samples of a batch along the first axis.",
         )
-    return transformed, parts, shares
+    return transformed, parts, shares, *seeds
 
 
 def _note_transform(stream_id: np.ndarray, seconds: np.ndarray) -> None:
@@ -224,17 +267,28 @@ def _admits(spec: Any, other: Any) -> bool:
 
 
 def _read_stream(
-    stream_id: np.ndarray, step: np.ndarray, *, num_replicas: int, specs: list[tf.TensorSpec]
+    stream_id: np.ndarray,
+    step: np.ndarray,
+    *,
+    num_replicas: int,
+    specs: list[tf.TensorSpec],
+    seed: int | None,
+    overrides: tuple[tuple, ...],
 ) -> list[np.ndarray]:
     stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
     batch = None if stream is None else stream.read(int(step))
     if batch is None:
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
-        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64)]
-    num_samples, arrays = batch
+        seeds = [] if seed is None else [np.zeros((0, 2), np.int32)]
+        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64), *seeds]
     if stream is not None and stream.meter.wants_batch:
         stream.meter.held, stream.meter.wants_batch = batch, False
-    return [*arrays, *_cut(num_samples, num_replicas)]
+    split, arrays = split_for(batch, num_replicas, overrides, len(specs))
+    seeds = []
+    if seed is not None:
+        repeated = num_replicas if overrides and split.small_tail else 1  # As `split_for` repeats the samples.
+        seeds = [sample_seeds(seed, batch.epoch, np.tile(batch.samples, repeated))]
+    return [*arrays, *_cut(split), *seeds]
 
 
 def _host_dtype(spec: tf.TensorSpec) -> Any:

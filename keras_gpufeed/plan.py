@@ -1,16 +1,20 @@
 """Decides which samples each replica gets in each step.
 
-Flow:   errors -> [plan] -> order -> sources -> ...
-Owns:   steps, per-replica ranges, the small-tail rule, shares.
+Flow:   errors -> stock -> [plan] -> order -> sources -> ...
+Owns:   steps, per-replica ranges, the small-tail rule, shares, and how they are shown.
 Leaves: which sample stands at which place (order), reading samples (sources), TensorFlow (pipeline).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import cast
 
 from .errors import SourceError
+from .stock import MOST_SHOWN_ONE_BY_ONE, StockSplit, stock_split
+
+_SAMPLES_OF_ONE_DEVICE = 32  # The batch that Keras gives one device by default.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,23 @@ def split_batch(num_samples: int, num_replicas: int) -> Split:
     return Split(num_samples, tuple(zip(starts[:-1], starts[1:])), small_tail=False)
 
 
+def split_of_sizes(sizes: tuple[int, ...]) -> Split:
+    """The split into parts of given sizes, one after the other.
+
+    Args:
+        sizes: Samples of each replica, each at least 1.
+
+    Returns:
+        The `Split`.
+
+    Example:
+        >>> split_of_sizes((3, 1)).shares
+        (1.5, 0.5)
+    """
+    stops = tuple(itertools.accumulate(sizes))
+    return Split(stops[-1], tuple(zip((0, *stops[:-1]), stops)), small_tail=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
     """How one pass over the data is cut into steps, and each step into replicas.
@@ -78,6 +99,7 @@ class BatchPlan:
         sample_bytes: Bytes of one sample as it is fed, or None if samples differ in size.
         prefetch: Global batches that are prepared ahead of the step.
         devices: Names of the devices, one for each replica, for display.
+        strategy: Name of the strategy, for display.
 
     Raises:
         SourceError: If there is nothing to feed.
@@ -92,6 +114,9 @@ class BatchPlan:
           the last step   1 sample: all 4 replicas compute it, replica 0 counts it
           shares          all steps even: no replica weighs more than another
           left out        nothing
+          stock Keras     the last step 1 + 0 + 0 + 0 samples: replicas 1 to 3 get no sample; each
+                          counts 0.25 times in the gradient
+          batch size      256 keeps all replicas equally busy
     """
 
     num_samples: int | None
@@ -101,6 +126,7 @@ class BatchPlan:
     sample_bytes: int | None = None
     prefetch: int = 2
     devices: tuple[str, ...] = ()
+    strategy: str = ""
 
     def __post_init__(self) -> None:
         if self.steps == 0:
@@ -170,34 +196,118 @@ class BatchPlan:
             return None
         return (self.prefetch + 1) * self.global_batch_size * self.sample_bytes
 
-    def __str__(self) -> str:
-        lines = []
-        if self.steps is None:
-            lines.append(f"batches of the source's own sizes on {_count(self.num_replicas, 'replica')}")
-        else:
-            lines.append(
-                f"{_count(self.num_samples, 'sample')} in {_count(self.steps, 'step')} of "
-                f"{self.global_batch_size} on {_count(self.num_replicas, 'replica')}"
+    @property
+    def device_bytes_in_flight(self) -> int | None:
+        """Bytes of batches on each device, the one in use and the one that waits; None if samples differ in size."""
+        if self.sample_bytes is None or self.global_batch_size is None:
+            return None
+        return (
+            (2 if self._has_waiting_batch else 1)
+            * max(split_batch(self.global_batch_size, self.num_replicas).sizes)
+            * self.sample_bytes
+        )
+
+    @property
+    def _has_waiting_batch(self) -> bool:
+        """True if each device has its next batch already. Without a strategy, batches wait on the host."""
+        return self.prefetch > 0 and (self.num_replicas > 1 or self.strategy == "OneDeviceStrategy")
+
+    def stock(self, step: int) -> StockSplit:
+        """What stock Keras, under a `MirroredStrategy`, would do with the global batch of `step`.
+
+        Args:
+            step: Step of the pass, from 0. Needs a source of known length.
+        """
+        start, stop = self.samples_of(step)
+        return stock_split(stop - start, self.num_replicas)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What other batch sizes would gain, in sentences; nothing if there is nothing to gain."""
+        size, num_replicas = self.global_batch_size, self.num_replicas
+        if num_replicas == 1:
+            return ()
+        if size is None:
+            return (f"batches of a multiple of {num_replicas} samples let no replica wait for another",)
+        if size < num_replicas:
+            return (
+                f"with {size}, every replica computes the whole batch and one counts it: "
+                f"use a batch_size of at least {num_replicas}",
             )
-        if self.devices:
-            lines.append(f"  devices         {', '.join(self.devices)}")
+        if self.num_samples is not None and self.num_samples < size:
+            return (f"one step holds all {self.num_samples} samples: a smaller batch_size makes more steps of them",)
+        per_replica, extra = divmod(size, num_replicas)
+        advice = []
+        if extra:
+            waiting = num_replicas - extra
+            advice.append(
+                f"with {size}, {waiting} of {num_replicas} replicas {'waits' if waiting == 1 else 'wait'} at each step "
+                f"while the others compute one sample more: use {size - extra} or {size + waiting}"
+            )
+        if per_replica < _SAMPLES_OF_ONE_DEVICE:
+            advice.append(
+                f"{_SAMPLES_OF_ONE_DEVICE * num_replicas} gives each replica the {_SAMPLES_OF_ONE_DEVICE} samples that "
+                f"Keras gives one device by default; with fewer steps, try a larger learning rate"
+            )
+        return tuple(advice)
+
+    def __str__(self) -> str:
+        rows = [("devices", ", ".join(self.devices)), ("strategy", self.strategy)]
         if self.steps is not None:
             first, last = self.split(0), self.split(self.steps - 1)
-            if first.num_samples == self.global_batch_size:
-                lines.append(f"  a full step     {_describe(first)}")
+            if first.num_samples == self.global_batch_size or self.steps > 1:
+                rows.append(("a full step", _describe(first)))
             if last != first or self.steps == 1:
-                lines.append(f"  the last step   {_describe(last)}")
-            lines.append(f"  shares          {self._describe_shares(first, last)}")
+                rows.append(("the last step", _describe(last)))
+            rows.append(("shares", self._describe_shares(first, last)))
             left_out = self.samples_left_out
-            lines.append(
-                f"  left out        {_count(left_out, 'sample') + ' (drop_remainder)' if left_out else 'nothing'}"
+            rows.append(("left out", f"{_count(left_out, 'sample')} (drop_remainder)" if left_out else "nothing"))
+        elif self.global_batch_size is not None:
+            rows.append(("a full step", _describe(split_batch(self.global_batch_size, self.num_replicas))))
+        if self.bytes_in_flight is not None and self.device_bytes_in_flight is not None:
+            on_host, on_device = _readable_bytes(self.bytes_in_flight), _readable_bytes(self.device_bytes_in_flight)
+            rows.append(
+                ("bytes in flight", f"{on_host} on the host ({self.prefetch} global batches ahead and one in use)")
             )
-        if self.bytes_in_flight is not None:
-            lines.append(
-                f"  bytes in flight {_readable_bytes(self.bytes_in_flight)} on the host "
-                f"({self.prefetch} global batches ahead and one in use)"
+            waiting = "one batch waiting and one in use" if self._has_waiting_batch else "one batch in use"
+            rows.append(("", f"{on_device} on each device ({waiting})"))
+        if self.num_replicas > 1:
+            rows += zip(("stock Keras", ""), self._describe_stock())
+            rows += zip(
+                ("batch size", ""), self.advice or (f"{self.global_batch_size} keeps all replicas equally busy",)
             )
-        return "\n".join(lines)
+        return "\n".join([self._headline(), *(f"  {label:15} {text}" for label, text in rows if text)])
+
+    __repr__ = __str__  # A plan is there to be looked at, in a notebook or a console too.
+
+    def _headline(self) -> str:
+        replicas = _count(self.num_replicas, "replica")
+        if self.global_batch_size is None:
+            return f"batches of the source's own sizes on {replicas}"
+        if self.steps is None:
+            return (
+                f"batches of {_count(self.global_batch_size, 'sample')} from a source of unknown length on {replicas}"
+            )
+        return (
+            f"{_count(self.num_samples, 'sample')} in {_count(self.steps, 'step')} of "
+            f"{self.global_batch_size} on {replicas}"
+        )
+
+    def _describe_stock(self) -> list[str]:
+        """What stock Keras would do with a full step and with the last one, where that is not right."""
+        size, lines = self.global_batch_size, []
+        if size is None:
+            return []
+        if self.num_samples is None or self.num_samples >= size:
+            lines.append(("a full step", stock_split(size, self.num_replicas)))
+        remainder = self.num_samples % size if self.num_samples is not None else 0
+        if remainder:  # Its `fit` has no drop_remainder for arrays.
+            name = "the last step" if not self.drop_remainder else "one more step"
+            lines.append((name, stock_split(remainder, self.num_replicas)))
+        wrong = [f"{name} {split}" for name, split in lines if not split.is_right]
+        if self.num_samples is None and not wrong:
+            return ["the same in a full step; how the last one divides is not known"]
+        return wrong or ["the same: all steps divide evenly"]
 
     def _describe_shares(self, first: Split, last: Split) -> str:
         uneven = [split for split in (first, last) if len(set(split.sizes)) > 1]
@@ -205,9 +315,118 @@ class BatchPlan:
             return "one replica: nothing to weigh"
         if not uneven:
             return "all steps even: no replica weighs more than another"
-        return "uneven steps weigh each replica by its samples: " + ", ".join(
-            f"{share:.3g}" for share in uneven[-1].shares
-        )
+        shares = [f"{share:.3g}" for share in uneven[-1].shares]
+        if self.num_replicas > MOST_SHOWN_ONE_BY_ONE:
+            shares = [f"{shares.count(share)} x {share}" for share in dict.fromkeys(shares)]
+        return f"uneven steps weigh each replica by its samples: {', '.join(shares)}"
+
+
+def strategy_name(num_replicas: int) -> str:
+    """The strategy that models get for so many replicas, for display."""
+    return "MirroredStrategy" if num_replicas > 1 else "none: one device needs none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How one replica's own source is cut into steps.
+
+    Args:
+        num_samples: Samples in one pass over the source.
+        samples: A step takes `samples / steps` samples, rounded so that every sample is taken once.
+        steps: See `samples`.
+
+    Example:
+        >>> pace = Pace(10, samples=5, steps=2)
+        >>> pace.num_steps, [pace.samples_of(step) for step in range(4)]
+        (4, [(0, 2), (2, 5), (5, 7), (7, 10)])
+    """
+
+    num_samples: int
+    samples: int
+    steps: int = 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in one pass."""
+        return -(-self.num_samples * self.steps // self.samples)
+
+    def samples_of(self, step: int) -> tuple[int, int]:
+        """The places `(start, stop)` in the source's order that `step` covers."""
+        start, stop = (place * self.samples // self.steps for place in (step, step + 1))
+        return start, min(stop, self.num_samples)
+
+
+def proportional_paces(lengths: list[int], global_batch_size: int) -> tuple[Pace, ...]:
+    """Paces at which sources of different lengths end together.
+
+    Args:
+        lengths: Samples of each replica's source.
+        global_batch_size: Samples that all replicas together take in a step, but for rounding.
+
+    Raises:
+        SourceError: If a source is too short to give a sample to each step.
+
+    Example:
+        >>> [pace.samples_of(0) for pace in proportional_paces([20, 10], 6)]
+        [(0, 4), (0, 2)]
+    """
+    total = sum(lengths)
+    for replica_id, length in enumerate(lengths):
+        if length * global_batch_size < total:
+            raise SourceError(
+                f"The source of replica {replica_id} has {length} sample(s), too few to give one to each of the "
+                f"{-(-total // global_batch_size)} steps of {global_batch_size} samples that all sources together "
+                "make. Use a larger batch_size, or an iterator such as itertools.repeat for a source that is to be "
+                "read again and again."
+            )
+    return tuple(Pace(length, global_batch_size * length, total) for length in lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourcesPlan(BatchPlan):
+    """The plan of replicas that have a source each.
+
+    Args:
+        paces: How each source is cut; empty if one of them does not know its length.
+    """
+
+    paces: tuple[Pace, ...] = ()
+
+    @property
+    def steps(self) -> int | None:
+        """Steps in one pass, or None if a source does not know its length."""
+        return self.paces[0].num_steps if self.paces else None
+
+    def split(self, step: int) -> Split:
+        """What each replica takes from its source in `step`."""
+        ranges = [pace.samples_of(step) for pace in self.paces]
+        return split_of_sizes(tuple(stop - start for start, stop in ranges))
+
+    @property
+    def even(self) -> bool:
+        """True if in every step all replicas get equally many samples."""
+        return len(set(self.paces)) == 1
+
+    @property
+    def has_small_tail(self) -> bool:
+        """Never: each replica has samples of its own in every step."""
+        return False
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Who waits for whom."""
+        if self.even:
+            return ("all replicas are equally busy",)
+        return ("the replica with the most samples sets the pace of each step",)
+
+    def _describe_stock(self) -> list[str]:
+        return []  # It has no such thing.
+
+    def _describe_shares(self, first: Split, last: Split) -> str:
+        if self.even or self.num_replicas == 1:
+            return super()._describe_shares(first, last)
+        shares = ", ".join(f"{share:.3g}" for share in first.shares)
+        return f"each replica weighs by its samples of the step: at first {shares}"
 
 
 def _count(number: int | None, noun: str) -> str:
@@ -220,8 +439,10 @@ def _describe(split: Split) -> str:
         subject = _count(split.num_samples, "sample")
         pronoun = "it" if split.num_samples == 1 else "them"
         return f"{subject}: all {num_replicas} replicas compute {pronoun}, replica 0 counts {pronoun}"
-    if num_replicas > 8:
-        return f"{split.sizes[0]} to {split.sizes[-1]} samples on each of {num_replicas} replicas"
+    if num_replicas > MOST_SHOWN_ONE_BY_ONE:
+        least, most = min(split.sizes), max(split.sizes)
+        sizes = _count(most, "sample") if least == most else f"{least} to {most} samples"
+        return f"{sizes} on each of {num_replicas} replicas"
     return " + ".join(str(size) for size in split.sizes) + (" samples" if split.num_samples != 1 else " sample")
 
 

@@ -71,7 +71,10 @@ class Task:
         return item
 
     def __str__(self) -> str:
-        return f"epoch {self.epoch}, " + ("its iterator" if self.index is None else f"index {self.index}")
+        # As the source was called with, and unlike Keras's display, which counts from 1.
+        if self.index is None:
+            return f"its iterator of epoch {self.epoch} (counted from 0)"
+        return f"epoch {self.epoch}, index {self.index} (both counted from 0)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +297,8 @@ def _rebuild(where: str, pickled: bytes | None, title: str, text: str) -> Failur
             f"The source raised {title}. The exception itself cannot be passed on between processes; "
             "its traceback is above."
         )
-    error.__cause__ = _WorkerTraceback(f"In {where}:\n{text}")
+    if text:
+        error.__cause__ = _WorkerTraceback(f"In {where}:\n{text}")
     return Failure(error)
 
 

@@ -196,12 +196,10 @@ def _move_variable(variable: tf.Variable, strategy: tf.distribute.Strategy) -> N
         aggregation=variable.aggregation,
         shape=variable.shape,
     )
-    if not internals.is_distributed(replacement):  # OneDeviceStrategy: an ordinary variable on its device.
-        variable.__dict__ = replacement.__dict__
-        return
-    internals.become_distributed(variable, replacement)
+    internals.become(variable, replacement)
     if (
-        variable.synchronization == tf.VariableSynchronization.ON_READ
+        internals.is_distributed(variable)
+        and variable.synchronization == tf.VariableSynchronization.ON_READ
         and variable.aggregation == tf.VariableAggregation.SUM
     ):
         # Reading sums the components, and each was given the whole value.

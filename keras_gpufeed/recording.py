@@ -122,7 +122,6 @@ class Recording:
         self, num_replicas: int, devices: tuple[str, ...], plan: str, machine: dict[str, str], feed: dict[str, Any]
     ) -> None:
         self.num_replicas, self.devices, self.plan, self.machine, self.feed = num_replicas, devices, plan, machine, feed
-        self.has_known_steps = False
         self.capacity = 0  # Batches that can be ready at once.
         self.spans: list[Span] = []
         self.recent: collections.deque[Span] = collections.deque(maxlen=_NUM_RECENT)

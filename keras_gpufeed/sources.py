@@ -21,8 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from .buffers import BufferPool
-from .composites import make_ragged_component, make_sparse_component
+from .composites import PaddedComponent, are_sequences, make_ragged_component, make_sparse_component
 from .errors import SourceError
+from .items import array_of_objects
 
 Samples = Any  # A slice with start and stop, or an int64 array of sample numbers.
 
@@ -34,12 +35,13 @@ class ArraySource:
         x: Inputs: an array, or tuples, lists and dicts of arrays.
         y: Targets, likewise, or None.
         sample_weight: Weights of samples or time steps, likewise, or None.
+        padding_value: Fills up samples of unequal length to the longest of a batch; None refuses them.
 
     Raises:
         SourceError: If the arrays do not fit each other or cannot be fed.
     """
 
-    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None) -> None:
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, padding_value: float | None = None) -> None:
         if x is None or isinstance(x, (str, bytes, os.PathLike)):
             raise SourceError(
                 f"x must be arrays, a generator or another source. Received {x!r}. "
@@ -61,7 +63,9 @@ class ArraySource:
         missing = [name for name, leaf in zip(names, leaves) if leaf is None]
         if any(not name.startswith("sample_weight") for name in missing):
             raise SourceError(f"Every input and target must be an array. Received None for {missing[0]}.")
-        components = [None if leaf is None else _make_component(leaf, name) for leaf, name in zip(leaves, names)]
+        components = [
+            None if leaf is None else _make_component(leaf, name, padding_value) for leaf, name in zip(leaves, names)
+        ]
         lengths = {name: component.num_samples for name, component in zip(names, components) if component is not None}
         if len(set(lengths.values())) > 1:
             raise SourceError(
@@ -131,6 +135,28 @@ class SampleRange:
         if isinstance(samples, slice):
             return self._source.read(slice(samples.start + self._start, samples.stop + self._start))
         return self._source.read(samples + self._start)
+
+
+class EveryNthSample:
+    """Every n-th sample of a source, as a source.
+
+    Args:
+        source: Any index-addressed source.
+        first: Its first sample here.
+        stride: How far it is from one sample to the next.
+    """
+
+    def __init__(self, source: Any, first: int, stride: int) -> None:
+        self._source, self._first, self._stride = source, first, stride
+        self.num_samples = len(range(first, source.num_samples, stride))
+        self.element_spec, self.sample_bytes = source.element_spec, source.sample_bytes
+        self.is_in_memory = source.is_in_memory
+
+    def read(self, samples: Samples) -> list[np.ndarray]:
+        """The components of one batch."""
+        if isinstance(samples, slice):
+            samples = np.arange(samples.start, samples.stop)
+        return self._source.read(samples * self._stride + self._first)
 
 
 class _ArrayComponent:
@@ -223,7 +249,7 @@ class _ArrayLikeComponent:
         return out
 
 
-def _make_component(value: Any, name: str) -> Any:
+def _make_component(value: Any, name: str, padding_value: float | None) -> Any:
     received, kind = value, type(value).__module__.partition(".")[0]
     if isinstance(value, tf.SparseTensor) or hasattr(value, "tocsr"):
         return make_sparse_component(value, tf.keras.backend.floatx())
@@ -239,7 +265,9 @@ def _make_component(value: Any, name: str) -> Any:
         if all(hasattr(value, attribute) for attribute in ("shape", "dtype", "__getitem__", "__len__")):
             _check_array(value, name, value)
             return _ArrayLikeComponent(value)
-        value = _to_array(value, name)
+        value = to_array(value)
+    if are_sequences(value):
+        return make_padded_component(value, name, padding_value)
     _check_array(value, name, received)
     if value.dtype.kind in "SUO":
         _check_strings(value, name)
@@ -272,15 +300,35 @@ def _make_frame_component(frame: Any, name: str) -> Any:
     return _FrameComponent(frame, first.dtype)
 
 
-def _to_array(value: Any, name: str) -> np.ndarray:
+def make_padded_component(array: np.ndarray, name: str, padding_value: float | None) -> PaddedComponent:
+    """The component for samples of unequal length.
+
+    Args:
+        array: The samples, as an array of objects.
+        name: What to call it in messages.
+        padding_value: What to fill up with; None refuses.
+    """
+    if padding_value is None:
+        raise SourceError(
+            f"{name} holds samples of unequal length, which make no array. Pass padding_value=0 to the feeder, "
+            "which fills each batch up to its longest sample; or give tf.ragged.constant of them, for a model "
+            "that takes ragged tensors."
+        )
     try:
-        return np.asarray(value)
+        return PaddedComponent(list(array), padding_value, fed_dtype)
     except ValueError as error:
         raise SourceError(
-            f"{name} is a {type(value).__name__} of unequal lengths, which makes no array: {error} "
-            "Pad its samples to one length, for example with keras.utils.pad_sequences, or pass "
-            f"tf.ragged.constant({name}) to a model that takes ragged tensors."
+            f"{name} holds samples that padding_value={padding_value} cannot make equal: {error}. Only the length, "
+            "the first axis of a sample, may differ; give tf.ragged.constant of anything else."
         ) from None
+
+
+def to_array(value: Any) -> np.ndarray:
+    """An array of what is given; samples of unequal length become an array of objects."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return array_of_objects(value)
 
 
 def _check_array(array: Any, name: str, received: Any) -> None:
@@ -302,8 +350,8 @@ def _check_strings(array: np.ndarray, name: str) -> None:
         if not isinstance(item, (str, bytes)):
             raise SourceError(
                 f"{name} has dtype object, and an element that is no string: number {place} is a "
-                f"{type(item).__name__}. Numbers need a numeric dtype ({name}.astype('float32')); samples of "
-                "unequal lengths must be padded; missing values must be filled."
+                f"{type(item).__name__}. Numbers need a numeric dtype ({name}.astype('float32')); "
+                "missing values must be filled."
             )
 
 
@@ -334,13 +382,19 @@ def as_batch_structure(batch: Any) -> tuple:
         )
     while len(parts) > 1 and parts[-1] is None:
         parts = parts[:-1]
-    return tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
+    structure = tuple(_to_structure(part, name) for part, name in zip(parts, ("x", "y", "sample_weight")))
+    if any(part is None for part in tf.nest.flatten(structure)):
+        raise SourceError(
+            "A batch is None, or holds None where an array of samples is expected. Every batch must be x, (x,), (x, y) "
+            "or (x, y, sample_weight); a generator ends with `return`, not with `yield None`."
+        )
+    return structure
 
 
 def _to_structure(value: Any, name: str) -> Any:
     """Lists become tuples, as tf.data has no lists; lists of numbers become arrays."""
     if isinstance(value, list) and _is_numbers(value):
-        return _to_array(value, name)
+        return to_array(value)
     if isinstance(value, (dict, list, tuple)) and not value:
         raise SourceError(f"{name} is an empty {type(value).__name__}; it must hold at least one array.")
     if isinstance(value, dict):

@@ -92,9 +92,21 @@ def use_virtual_devices_of_environment() -> None:
 
 def num_visible_devices() -> int:
     """How many devices `get_strategy` would use, without starting them."""
+    return len(visible_device_names())
+
+
+def visible_device_names() -> tuple[str, ...]:
+    """The devices that `get_strategy` would use, such as ("GPU:0", "GPU:1"), without starting them."""
     gpus = tf.config.list_physical_devices("GPU")
     physical = gpus or tf.config.list_physical_devices("CPU")
-    return sum(len(tf.config.get_logical_device_configuration(device) or [device]) for device in physical)
+    number = sum(len(tf.config.get_logical_device_configuration(device) or [device]) for device in physical)
+    return tuple(f"{'GPU' if gpus else 'CPU'}:{place}" for place in range(number))
+
+
+def first_device() -> tuple[str]:
+    """The name of the device on which TensorFlow computes where no strategy says otherwise."""
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return (devices[0].name,)
 
 
 def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy:
@@ -139,6 +151,25 @@ def get_strategy(devices: Sequence[str] | None = None) -> tf.distribute.Strategy
     if len(set(names)) < len(names):
         raise StrategyError(f"Each device may be named once. Received {list(devices)}.")
     return _make_strategy(names)
+
+
+def strategy_of(num_replicas: int) -> tf.distribute.Strategy:
+    """The strategy of the first devices that `get_strategy` would use.
+
+    Args:
+        num_replicas: How many of them.
+
+    Raises:
+        StrategyError: If there are not so many.
+    """
+    visible = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    if len(visible) < num_replicas:
+        raise StrategyError(
+            f"{num_replicas} devices were asked for, but {len(visible)} can be seen: "
+            f"{', '.join(_short_name(device.name) for device in visible)}. Ask for fewer, or make more visible; "
+            f"keras_gpufeed.use_virtual_devices({num_replicas}) tries it on a computer without GPUs."
+        )
+    return get_strategy([device.name for device in visible[:num_replicas]] if num_replicas < len(visible) else None)
 
 
 @functools.cache

@@ -4,7 +4,8 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `read(step)` (None after the end), `failure`, `meter` and `close()`.
+A stream offers `element_spec`, `read(step)` (a `Batch`, or None after the end), `failure`, `meter` and
+`close()`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,37 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
 
-from .batch_sources import BatchCaster
+from .batch_sources import BatchCaster, JoinedBatch
 from .errors import SourceError
 from .meter import FeedMeter
 from .order import EpochOrder
 from .plan import BatchPlan
-from .sources import as_batch_structure
 
 _NUM_BATCHES_TO_LEARN_FROM = 2
 _JOIN_SECONDS = 5.0  # How long `close` waits for the user's code to give its current batch.
+
+
+class Batch(NamedTuple):
+    """One global batch.
+
+    Args:
+        num_samples: Samples in it.
+        arrays: Its arrays, in the order of `tf.nest.flatten(..., expand_composites=True)`.
+        epoch: The pass it belongs to.
+        samples: The numbers of its samples, of shape `(num_samples,)`: different for all samples of a pass.
+        sizes: Samples of each replica, where the source decides; they lie in the batch one behind the other.
+    """
+
+    num_samples: int
+    arrays: list
+    epoch: int
+    samples: np.ndarray
+    sizes: tuple[int, ...] | None = None
 
 
 class Failure:
@@ -69,11 +87,12 @@ class SampleStream:
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, step: int) -> tuple[int, list[np.ndarray]] | None:
-        """The number of samples and the arrays of the global batch of a step, or None after the last.
+    def read(self, step: int, replica_id: int | None = None) -> Batch | None:
+        """The global batch of a step, or None after the last.
 
         Args:
             step: Step of the stream, from 0.
+            replica_id: A replica whose part alone is to be read.
         """
         if self.failure is not None:
             self.failure.raise_again()  # The iterator goes on for other devices; what they see is no end of data.
@@ -82,10 +101,15 @@ class SampleStream:
         try:
             epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
             start, stop = self._plan.samples_of(step_of_pass)
+            if replica_id is not None:
+                first, last = self._plan.split(step_of_pass).parts[replica_id]
+                start, stop = start + first, start + last
+            samples = self._samples(epoch, start, stop)
             started = time.perf_counter()
-            arrays = self._source.read(self._samples(epoch, start, stop))
+            arrays = self._source.read(samples)
             self._note(started, stop - start, arrays)
-            return stop - start, arrays
+            numbers = np.arange(start, stop) if self._seed is None else samples
+            return Batch(stop - start, arrays, epoch, numbers)
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
@@ -119,6 +143,7 @@ class BatchStream:
         steps_per_epoch: Steps of an epoch, if not one pass; then passes follow each other without regard to epochs.
         prefetch: How many batches may wait.
         element_spec: The type of a batch, if the user gave it.
+        padding_value: Fills up samples of unequal length; None refuses them.
     """
 
     def __init__(
@@ -129,7 +154,8 @@ class BatchStream:
         start: int,
         steps_per_epoch: int | None,
         prefetch: int,
-        element_spec: Any = None,
+        element_spec: Any,
+        padding_value: float | None,
     ) -> None:
         self.failure: Failure | None = None
         self.meter = FeedMeter()
@@ -138,9 +164,10 @@ class BatchStream:
         self._limit: int | None = None
         if steps_per_epoch is not None:
             self._limit = (epochs[1] - epochs[0]) * steps_per_epoch - start
-        self._caster = BatchCaster(element_spec, source.lends_memory)
+        self._caster = BatchCaster(element_spec, source.lends_memory, padding_value)
         self._capacity = max(prefetch, 1)
         self._first: list = []  # Batches from which the type of all is learned.
+        self._place = (0, 0)  # Epoch and number in it of the next batch to be queued.
         self._waiting: collections.deque = collections.deque()
         self._changed = threading.Condition()
         self._num_given = 0  # Batches that the source has given,
@@ -162,8 +189,8 @@ class BatchStream:
                 raise SourceError("There is nothing to feed: the source gave no batch.")
             return self._caster.element_spec
 
-    def read(self, step: int) -> tuple[int, list[np.ndarray]] | None:
-        """The number of samples and the arrays of the next global batch, or None after the last.
+    def read(self, step: int) -> Batch | None:
+        """The next global batch, or None after the last.
 
         Args:
             step: Step of the stream, from 0; batches come in this order.
@@ -174,7 +201,7 @@ class BatchStream:
                 return None  # A failure is raised by `num_ready`, in the user's thread.
             batch = self._waiting.popleft()
             self._changed.notify_all()
-            return len(batch[0]), batch
+            return batch
 
     def num_ready(self, epoch: int, done: int, wanted: int) -> int:
         """How many more steps of an epoch there are, up to `wanted`; waits until it is known.
@@ -247,6 +274,7 @@ class BatchStream:
         while self._wants_pass(epoch):
             num_before = self._num_given
             batches = self._source.batches(epoch, self._seed, start)
+            self._place = (epoch, start)
             try:
                 started = time.perf_counter()
                 for batch in batches:
@@ -262,8 +290,8 @@ class BatchStream:
             self._settle_type()
             if self._num_given == num_before:
                 raise SourceError(
-                    f"The source gave no batch in epoch {epoch}. A generator function must return a fresh "
-                    "iterator at each call."
+                    f"The source gave no batch in epoch {epoch} (counted from 0). A generator function must return a "
+                    "fresh iterator at each call."
                 )
             with self._changed:
                 self._pass_ends.append(self._num_queued)
@@ -273,47 +301,60 @@ class BatchStream:
     def _wants_pass(self, epoch: int) -> bool:
         if self._limit is not None:
             return not self._closed and self._num_given < self._limit
+        if epoch >= self._epochs[1]:
+            return False
         with self._changed:
             self._changed.wait_for(lambda: self._may_read(epoch - self._epochs[0]) or self._closed)
-        return epoch < self._epochs[1] and not self._closed
+        return not self._closed
 
     def _may_read(self, epoch: int) -> bool:
         return not self._source.waits_for_epoch_end or epoch < self._epochs_allowed
 
     def _offer(self, batch: Any) -> bool:
         """Takes a batch in; False if no more are wanted."""
+        sizes = batch.sizes if isinstance(batch, JoinedBatch) else None
         if self._caster.element_spec is None:
-            # The user's code may fill the same arrays again.
-            self._first.append(tf.nest.map_structure(np.array, as_batch_structure(batch)))
+            self._first.append((self._caster.hold(batch), sizes))
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
-            self._queue(batch, self._num_given)
+            self._queue(batch, sizes)
         self._num_given += 1
         if self._limit is None:
             return not self._closed
+        if self._num_given >= self._limit:
+            return False
         epoch = (self._num_given + self._start) // self._steps_per_epoch
         if not self._may_read(epoch):
             self._settle_type()  # The epoch must not wait for a batch of the next one.
         with self._changed:
             self._changed.wait_for(lambda: self._may_read(epoch) or self._closed)
-        return self._num_given < self._limit and not self._closed
+        return not self._closed
+
+    def _name_of_next(self) -> str:
+        """What messages call the next batch: numbered as `epoch=` and indices are, not as Keras's display."""
+        epoch, number = self._place
+        return f"Batch {number} of epoch {epoch} (both counted from 0)"
 
     def _settle_type(self) -> None:
         """Learns the type from the batches that were held back, and queues them."""
         if self._first:
-            self._caster.learn(self._first)
+            self._caster.learn([batch for batch, _ in self._first])
             first, self._first = self._first, []
-            for number, batch in enumerate(first):
-                self._queue(batch, number)
+            for batch, sizes in first:
+                self._queue(batch, sizes)
 
-    def _queue(self, batch: Any, number: int) -> None:
+    def _queue(self, batch: Any, sizes: tuple[int, ...] | None) -> None:
         started, num_bytes = time.perf_counter(), self._caster.copied_bytes
-        arrays = self._caster.cast(batch, number)
+        num_samples, arrays = self._caster.cast(batch, self._name_of_next())
         now = time.perf_counter()
-        self.meter.note_batch(now, len(arrays[0]), now - started, self._caster.copied_bytes - num_bytes)
+        self.meter.note_batch(now, num_samples, now - started, self._caster.copied_bytes - num_bytes)
+        epoch, number = self._place
+        self._place = epoch, number + 1
+        # Where a batch begins among the samples is not known in a resumed run, so its number comes first.
+        samples = (np.int64(number) << np.int64(32)) + np.arange(num_samples)
         with self._changed:
-            self._waiting.append(arrays)
+            self._waiting.append(Batch(num_samples, arrays, epoch, samples, sizes))
             self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)

@@ -70,6 +70,10 @@ importlib.import_module({package!r} + ".worker_main").run_interpreter({connectio
 """
 
 
+class UnguardedScriptError(SourceError):
+    """Raised by a script that a worker imports, when it is about to start workers again."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What a worker process is told once.
@@ -219,6 +223,8 @@ class _Worker:
             os.close(memory)
             _import_main(main)
             self._source = unpack(mapped, pickle_bytes)
+        except UnguardedScriptError as error:
+            self._no_source = _failure(SourceError(_tell_of_guard(error)), "")  # The traceback would explain nothing.
         except BaseException as error:
             message = (
                 f"The source cannot be rebuilt in a worker process ({headline(error)}). Its class must be in "
@@ -280,6 +286,18 @@ def _import_main(main: dict[str, Any]) -> None:
         spawn.prepare(main)
     finally:
         del current._inheriting  # type: ignore[attr-defined]
+
+
+def _tell_of_guard(error: UnguardedScriptError) -> str:
+    frames = traceback.walk_tb(error.__traceback__)
+    script, line = next(each for each in frames if each[0].f_globals["__name__"] == "__mp_main__")
+    return (
+        f"{script.f_code.co_filename} starts worker processes in line {line}, and each of them imports the script to "
+        "find the source in it, which would start workers again. Put what the script does under a guard; only "
+        "imports, functions and classes stay outside:\n\n"
+        '    if __name__ == "__main__":\n'
+        "        model.fit(...)\n"
+    )
 
 
 def _seed_random(*key: int) -> None:

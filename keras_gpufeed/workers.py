@@ -22,10 +22,10 @@ from collections.abc import Generator, Iterable, Iterator
 from multiprocessing import process
 from typing import Any, Callable, Optional
 
-from .errors import SourceError, WorkerError
+from .errors import WorkerError
 from .processes import Crew, Failure, Task, Worker, end_of_iterator
 from .shipping import ShippedSource
-from .worker_main import GRACE_SECONDS, Settings
+from .worker_main import GRACE_SECONDS, Settings, UnguardedScriptError
 
 _LOGGER = logging.getLogger("keras_gpufeed")
 _MAX_DEATHS = 3  # Of workers at the same task.
@@ -82,10 +82,7 @@ class WorkerPool:
         if start_method not in (None, "spawn", "fork"):
             raise ValueError(f'start_method must be "spawn" or "fork". Received: {start_method!r}.')
         if getattr(process.current_process(), "_inheriting", False):
-            raise SourceError(
-                "A worker imports this script to find the source in it, and the script starts workers again. "
-                "Put what the script does under if __name__ == '__main__':"
-            )
+            raise UnguardedScriptError("A worker imports this script, and the script starts workers again.")
         self._is_forked = start_method == "fork"
         self._source = ShippedSource(source, needs_main=not self._is_forked)
         self._num_workers = num_workers
@@ -207,7 +204,10 @@ class WorkerPool:
 
     def _check_open(self) -> None:
         if not self._crew.is_open:
-            raise WorkerError("The worker pool is closed. Make a new one.")
+            raise WorkerError(
+                "The worker processes have been ended by close(), so there are no more batches. Make a new feeder, and "
+                "close it when training is over."
+            )
 
     def _deal(self, run: _Run) -> None:
         """Gives tasks to workers until as many are under way as may be."""
@@ -252,6 +252,7 @@ class WorkerPool:
         was_at = next(iter(worker.tasks.values()), None)
         message = f"Worker {worker.worker_id} (process {worker.pid}) died at {was_at or 'no task'}: {reason}"
         wanted = [task for task in worker.tasks.values() if task in self._run.tasks]
+        outlook = "A new worker takes its place."
         if self._run.is_streaming(worker.worker_id) and worker.last_run == self._run.number:
             error = WorkerError(
                 f"{message} A generator cannot be replayed, so the epoch cannot go on. "
@@ -260,14 +261,14 @@ class WorkerPool:
             answer = self._run.lost[worker.worker_id] = functools.partial(Failure, error)
             for task in wanted:
                 task.answer = answer
-            wanted = []
+            wanted, outlook = [], "The epoch cannot go on."
         elif was_at in wanted:
             was_at.num_deaths += 1
             if was_at.num_deaths == _MAX_DEATHS:
                 error = WorkerError(f"{message} It is the third to die there, so no other tries it again.")
                 was_at.answer = functools.partial(Failure, error)
-                wanted = []  # Those after it are never asked for.
-        _LOGGER.warning("%s A new worker takes its place.", message)
+                wanted, outlook = [], "No other worker tries it again."  # Those after it are never asked for.
+        _LOGGER.warning("%s %s", message, outlook)
         self._hire(worker.worker_id, wanted[0].source if wanted else self._source)
         for task in wanted:
             self._crew.workers[worker.worker_id].give(next(self._task_numbers), task)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import keras_gpufeed as kg
 
 kg.use_virtual_devices(8)
+tf.config.list_logical_devices()  # Starts them, so that no test can ask for another number.
 gc.collect()
 gc.freeze()  # TensorFlow's own objects stay; looking at them again after each test takes a quarter of a second.
 
@@ -21,6 +22,6 @@ def same_start():
     """Gives every test the same seeds and leaves no graphs to the next one."""
     tf.keras.utils.set_random_seed(1)
     yield
-    tf.keras.mixed_precision.set_global_policy("float32")
+    tf.keras.mixed_precision.set_global_policy(None)  # That of floatx; named, it would outlast a change of it.
     tf.keras.backend.clear_session()
     gc.collect()

@@ -473,17 +473,6 @@ def test_fit_holds_batches_and_never_the_array():
     assert max(found) - start < 64e6 + 4 * 5e6
 
 
-def test_memory_does_not_grow_with_epochs():
-    feeder = kg.DistributedFeeder(np.zeros((50_000, 200), "float32"), np.zeros(50_000), batch_size=5000)
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    kg.distribute(model, strategy_of(2))
-    found = []
-    note = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda *_, **__: found.append(resident_bytes()))
-    model.fit(feeder, validation_data=feeder, epochs=12, verbose=0, callbacks=[note])
-    assert found[-1] - found[3] < 64e6 + 4 * 4e6  # A copy of the array in each epoch would be 320 MB.
-
-
 def resident_bytes():
     """Memory of this process that is no file's."""
     status = pathlib.Path("/proc/self/status")

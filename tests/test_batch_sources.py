@@ -367,8 +367,11 @@ def test_arguments_that_do_not_fit_are_refused_at_once(make, message):
         (lambda: 7, "returned a int, not an iterator"),
         (lambda: iter([(X, Y, Y, Y)]), "tuple of 4 parts"),
         (lambda: iter([(X, Y[:3])]), "same number of samples"),
-        (lambda: iter([(1.0, 2.0)]), "batched=False"),
-        (lambda: iter([batch(0), (X[:0], Y[:0])]), "Batch 1 holds no sample"),
+        (lambda: iter([(1.0, 2.0)]), r"single value \(float64\).*batched=False"),
+        (lambda: iter([None]), "None.*`return`, not with `yield None`"),
+        (lambda: iter([batch(0), batch(1), batch(2), None]), "None.*`return`, not with `yield None`"),
+        (lambda: iter([({"a": X, "b": None}, Y)]), "holds None where an array"),
+        (lambda: iter([batch(0), (X[:0], Y[:0])]), r"Batch 1 of epoch 0 \(both counted from 0\) holds no sample"),
         (lambda: iter([batch(0), X]), "does not have the structure of the first one"),
     ],
 )
@@ -421,3 +424,64 @@ def test_a_model_of_ours_takes_sources_as_they_are(reference):
     history = model.fit(Batches(), shuffle=False, epochs=2, validation_data=Batches(), verbose=0)
     assert largest_difference(model, expected) <= 1e-5
     assert largest_log_difference(history, expected_history) <= 1e-5
+
+
+# --- Seeds of samples ----------------------------------------------------------------------------------------
+
+
+def with_noise(x, y, seed):
+    return x + tf.map_fn(lambda one: tf.random.stateless_uniform((), one), seed, tf.float32)[:, None], y
+
+
+class NumberedSamples:
+    """Single samples by number."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, number):
+        return np.float32([number]), np.float32(0)
+
+
+SEEDED = {
+    "arrays": lambda **arguments: kg.DistributedFeeder(
+        np.arange(22, dtype="float32")[:, None], np.zeros(22), batch_size=6, **arguments
+    ),
+    "generator": lambda **arguments: kg.DistributedFeeder(
+        lambda: ((np.arange(start, start + 6, dtype="float32")[:, None], np.zeros(6)) for start in range(0, 22, 6)),
+        **arguments,
+    ),
+    "by sample": lambda **arguments: kg.DistributedFeeder(NumberedSamples(), batch_size=6, **arguments),
+    "by sample, in workers": lambda **arguments: kg.DistributedFeeder(
+        NumberedSamples(), batch_size=6, workers=1, **arguments
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDED)
+def test_a_transform_may_draw_the_same_for_a_sample_on_any_number_of_replicas(kind):
+    drawn = []
+    for num_replicas, seed in ((1, 5), (3, 5), (3, 6)):
+        seen = []
+        model = kg.distribute(Noting(seen), strategy_of(num_replicas))
+        with SEEDED[kind](seed=seed, transform=with_noise) as feeder:
+            model.fit(feeder, epochs=2, verbose=0)
+        drawn.append(np.sort(np.unique(np.concatenate(seen)[:, 0])).reshape(-1, 2))  # Both draws of each sample.
+    assert drawn[0].shape == ((24, 2) if kind == "generator" else (22, 2))
+    np.testing.assert_array_equal(np.floor(drawn[0][:, 0]), np.arange(len(drawn[0])))
+    assert (drawn[0][:, 0] < drawn[0][:, 1]).all()  # Another draw in another epoch.
+    np.testing.assert_array_equal(drawn[1], drawn[0])
+    assert (drawn[2] != drawn[0]).all()
+
+
+class Noting(tf.keras.Model):
+    """Keeps the inputs that it is given, replica after replica."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.note = seen.append
+        self.compile(run_eagerly=True)
+
+    def train_step(self, data):
+        self.note(data[0].numpy())
+        return {}

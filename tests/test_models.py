@@ -795,3 +795,82 @@ def test_a_moved_variable_is_still_a_number():
     assert int(model.optimizer.iterations) == 3
     assert float(model.optimizer.learning_rate) == 0.25
     assert np.asarray(model.weights[0]).shape == (3, 4)
+
+
+def test_a_function_that_was_traced_before_the_move_sees_what_the_model_learns():
+    model = tf.keras.Sequential([layers.Input((3,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    serve = tf.function(lambda x: model(x))
+    x = np.random.default_rng(0).random((20, 3)).astype("float32")
+    before = serve(x).numpy()
+    kg.distribute(model, strategy_of(3)).fit(kg.DistributedFeeder(x, x.sum(axis=1)), verbose=0)
+    assert (serve(x).numpy() != before).all()
+    np.testing.assert_array_equal(serve(x).numpy(), model(x).numpy())
+
+
+class Counting(tf.keras.metrics.Metric):
+    """Counts samples, in a function of its own: in an eager step that is traced once for many steps."""
+
+    def __init__(self):
+        super().__init__(name="count")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    @tf.function
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(tf.cast(tf.shape(y_pred)[0], tf.float32))
+
+    def result(self):
+        return self.count
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_a_metric_of_the_users_own_counts_each_sample_once(run_eagerly):
+    """The last batch is a small tail: three replicas have its two samples, one counts them."""
+    model = tf.keras.Sequential([layers.Dense(1, input_shape=(1,))])
+    model.compile("sgd", "mse", metrics=[Counting()], run_eagerly=run_eagerly)
+    kg.distribute(model, strategy_of(3))
+    x = np.arange(14, dtype="float32")
+    feeder = kg.DistributedFeeder(x, x, batch_size=6)
+    assert model.fit(feeder, verbose=0).history["count"] == [14.0]
+    assert model.evaluate(feeder, verbose=0)[1] == 14.0
+
+
+class InFunctionsOfItsOwn(tf.keras.Sequential):
+    """Its steps are traced by themselves, inside of Keras's."""
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compiled_loss(y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+    @tf.function
+    def test_step(self, data):
+        x, y = data
+        return {"loss": self.compiled_loss(y, self(x))}
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_steps_in_functions_of_their_own(run_eagerly):
+    """Also when they were traced for arrays before, and when the next feeder gives batches of another type."""
+    results = []
+    for num_replicas in (1, 3):
+        tf.keras.utils.set_random_seed(1)
+        model = InFunctionsOfItsOwn([layers.Dense(4, "tanh", input_shape=(2,)), layers.Dense(1)])
+        model.compile(optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
+        x = np.linspace(-1, 1, 38, dtype="float32").reshape(19, 2)
+        model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0)
+        kg.distribute(model, strategy_of(num_replicas))
+        logs = []
+        for y in (x[:, :1], x[:, 1]):
+            feeder = kg.DistributedFeeder(x, y, batch_size=8, shuffle=False)  # Of 8, 8 and 3 samples.
+            logs += model.fit(feeder, validation_data=feeder, epochs=2, verbose=0).history["val_loss"]
+            logs.append(model.evaluate(feeder, verbose=0))
+        results.append((model.get_weights(), logs))
+    (expected, expected_logs), (weights, logs) = results
+    for weight, expected_weight in zip(weights, expected):
+        np.testing.assert_allclose(weight, expected_weight, atol=1e-6)
+    np.testing.assert_allclose(logs, expected_logs, rtol=1e-5)

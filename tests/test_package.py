@@ -16,7 +16,9 @@ import keras_gpufeed as kg
 PACKAGE = pathlib.Path(kg.__file__).parent
 FLOW = [
     "errors",
+    "stock",
     "plan",
+    "plan_picture",
     "order",
     "meter",
     "stamps",
@@ -28,6 +30,7 @@ FLOW = [
     "strategy",
     "machine",
     "promotion",
+    "compat",
     "exact",
     "buffers",
     "items",
@@ -39,17 +42,30 @@ FLOW = [
     "workers",
     "composites",
     "sources",
+    "overrides",
     "batch_sources",
+    "side_by_side",
     "streams",
     "pipeline",
     "measuring",
+    "loops",
+    "graph_mode",
     "feeder",
     "keras_entry",
     "model",
     "callbacks",
     "learning_rate",
 ]
-END_OF_FLOW = ["demo", "__main__"]  # They may import the package itself.
+END_OF_FLOW = [
+    "selfcheck",
+    "doctor",
+    "demo",
+    "bench_contenders",
+    "bench_figures",
+    "bench_report",
+    "bench",
+    "__main__",
+]  # They may import the package itself.
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 
 
@@ -86,7 +102,7 @@ def test_only_internals_touches_private_parts(name):
             assert ast.unparse(node) not in ("tf.python", "tensorflow.python", "keras.src")
 
 
-@pytest.mark.parametrize("name", ["errors", "plan", "order"])
+@pytest.mark.parametrize("name", ["errors", "stock", "plan", "order"])
 def test_the_arithmetic_does_not_import_tensorflow(name):
     imported = {module for node in ast.walk(syntax_of(name)) for module in absolute_imports(node)}
     assert not {module.partition(".")[0] for module in imported} & {"tensorflow", "keras"}
@@ -157,6 +173,37 @@ def test_importing_does_not_start_the_devices():
         """,
         KERAS_GPUFEED_VIRTUAL_DEVICES="3",
     )
+
+
+def test_a_program_that_python_looks_for_imports_what_it_needs(tmp_path):
+    """While Python looks for `python -m project.train`, the package itself imports nothing until it is used."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "__init__.py").write_text(
+        unindented("""
+            import sys
+            import keras_gpufeed as kg
+            assert "tensorflow" not in sys.modules and not hasattr(kg, "no_such_name")
+            class Net(kg.Model):
+                pass
+            assert set(kg.__all__) <= set(vars(kg))
+        """)
+    )
+    (tmp_path / "project" / "train.py").write_text(
+        unindented("""
+            import numpy as np
+            import tensorflow as tf
+            import keras_gpufeed as kg
+            from . import Net
+            assert issubclass(Net, tf.keras.Model) and Net.__mro__[1] is kg.Model
+            model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+            print(model.predict(kg.DistributedFeeder(np.zeros((3, 2))), verbose=0).shape)
+        """)
+    )
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": f"{tmp_path}:{PACKAGE.parent}", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "project.train"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "(3, 1)\n"), done.stderr[-2000:]
 
 
 def test_without_a_feeder_keras_behaves_as_before():
