@@ -273,7 +273,7 @@ def picture(recording: Recording, headline: str) -> bytes:
     axes[1, 0].plot(starts, [span.num_samples / span.seconds for span in spans], color=_COLORS["compute"])
     axes[1, 0].set(title="Samples per second", ylim=(0, None))
     axes[1, 1].plot(starts, [span.fill / span.num_steps for span in spans], color=_COLORS["feed"])
-    axes[1, 1].set(title="Batches ready when a step begins", ylim=(0, None))
+    axes[1, 1].set(title="Batches ready when a step asks", ylim=(0, None))
     _draw_splits(axes[2, 0], recording)
     axes[2, 1].plot(*zip(*recording.loss.points or [(0, 0)]), color=_COLORS["python"])
     axes[2, 1].set(title="Loss")
@@ -295,7 +295,7 @@ def _draw_steps(axis: Any, steps: list[Span]) -> None:
         axis.broken_barh([(step.made_at - making, making)], (0.1, 0.8), facecolors=_COLORS["feed"])
     if steps:
         axis.set_xlim(steps[0].started, steps[-1].started + steps[-1].seconds)
-    axis.set(title="The last steps: Python, waiting, computing; and the making of their batches", xlabel="seconds")
+    axis.set(title="The last steps, and the making of their batches", xlabel="seconds")
     axis.set_yticks([0.5, 1.5], ["feed", "steps"])
 
 

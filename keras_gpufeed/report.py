@@ -88,7 +88,8 @@ caption { color: var(--soft); }
 .facts th { vertical-align: top; font-weight: 400; color: var(--soft); }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 @media print {
-  body { padding: 0; font-size: .85rem; }
+  body { padding: 0; font-size: .85rem; background: #fff; }
+  .tiles { grid-template-columns: repeat(6, 1fr); }
   .cards { grid-template-columns: 1fr 1fr; gap: .6rem; }
   details { display: none; }
   section, header, .tiles div { break-inside: avoid; }
