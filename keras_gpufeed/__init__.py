@@ -17,9 +17,14 @@ __all__ = [
     "BatchPlan",
     "DistributedFeeder",
     "FeedError",
+    "FeedMonitor",
+    "FeedRates",
     "Model",
+    "Rates",
+    "ScaleLearningRate",
     "SourceError",
     "StrategyError",
+    "Verdict",
     "WorkerError",
     "distribute",
     "get_strategy",
@@ -36,12 +41,16 @@ if _typing.TYPE_CHECKING or _sys.argv[:1] != ["-m"] or "__getattr__" in globals(
     from . import internals as _internals
     from . import keras_entry as _keras_entry
     from . import strategy as _strategy
+    from .callbacks import FeedMonitor
     from .errors import FeedError, SourceError, StrategyError, WorkerError
     from .feeder import DistributedFeeder
+    from .learning_rate import ScaleLearningRate
+    from .measuring import FeedRates
     from .model import Model
     from .plan import BatchPlan
     from .promotion import distribute
     from .strategy import get_strategy, use_virtual_devices
+    from .verdict import Rates, Verdict
 
     _internals.keep_autograph_out()
     _internals.give_conversions()

@@ -508,6 +508,7 @@ class BatchCaster:
         self._keeps_memory, self._padding_value = keeps_memory, padding_value
         self.element_spec = None if element_spec is None else as_batch_structure(element_spec)
         self._pools: list[BufferPool] = []
+        self.copied_bytes = 0  # So far.
 
     def hold(self, batch: Any) -> tuple:
         """A batch that stays as it is: the user's code may fill the same arrays again."""
@@ -595,6 +596,7 @@ class BatchCaster:
             return array
         out = pool.empty(array.shape, spec.dtype.as_numpy_dtype)
         np.copyto(out, array, casting="same_kind")
+        self.copied_bytes += out.nbytes
         return out
 
     def _padded(self, array: np.ndarray, name: str) -> np.ndarray:

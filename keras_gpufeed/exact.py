@@ -18,6 +18,7 @@ batch: `num_replicas_in_sync` reads 1, so losses are means over the part. What l
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, Callable
 
@@ -26,6 +27,7 @@ import tensorflow as tf
 from . import internals
 from .errors import FeedError
 from .internals import FedElement
+from .stamps import step_stamps
 
 _active = threading.local()
 
@@ -33,7 +35,8 @@ _active = threading.local()
 class _ReplicaStep:
     """What one replica knows of its part of the step while the step is traced or run."""
 
-    def __init__(self, shares: Any, small_tails: bool, num_replicas: int) -> None:
+    def __init__(self, shares: Any, small_tails: bool, num_replicas: int, note_end: Any = None) -> None:
+        self.note_end = note_end  # Takes the time at which this replica had its gradients, if somebody looks.
         if shares is None:
             # Double, as shares are: `tf.cast` of a Python number goes through single precision.
             self.weight = tf.constant(1.0 / num_replicas, tf.float64)
@@ -123,14 +126,20 @@ def _run(original: Callable) -> Callable:
         converted = internals.convert_for_graph(fn)
         num_replicas = internals.num_replicas(strategy)
 
-        def replica_fn(shares: Any, args: tuple, kwargs: dict) -> Any:
-            with _ReplicaStep(shares, fed.small_tails, num_replicas):
+        ends: dict[int, tf.Tensor] = {}
+
+        def replica_fn(replica: int, shares: Any, args: tuple, kwargs: dict) -> Any:
+            note_end = functools.partial(ends.__setitem__, replica) if fed.monitored else None
+            with _ReplicaStep(shares, fed.small_tails, num_replicas, note_end):
                 return converted(*args, **kwargs)
 
         plain_args, plain_kwargs = tf.nest.map_structure(
             lambda arg: arg.data if isinstance(arg, FedElement) else arg, (tuple(args), kwargs or {})
         )
-        outputs = original(strategy, replica_fn, (fed.shares, plain_args, plain_kwargs), None, options)
+        replicas = internals.regroup(range(num_replicas))
+        outputs = original(strategy, replica_fn, (replicas, fed.shares, plain_args, plain_kwargs), None, options)
+        if len(ends) == num_replicas:
+            step_stamps(num_replicas).note_ends([ends[replica] for replica in range(num_replicas)])
         return _combine(outputs, fed, num_replicas)
 
     return run
@@ -243,6 +252,8 @@ def _gradient(original: Callable) -> Callable:
                 _scaled(gradient, scale) if is_variable else gradient
                 for gradient, is_variable in zip(tf.nest.flatten(gradients), are_variables)
             ]
+        if step.note_end is not None and not tf.executing_eagerly():
+            _note_end(step, flat)
         if not step.can_merge():
             step.has_local_gradients = True
             return tf.nest.pack_sequence_as(gradients, flat)
@@ -254,6 +265,17 @@ def _gradient(original: Callable) -> Callable:
         return tf.nest.pack_sequence_as(gradients, flat)
 
     return gradient
+
+
+def _note_end(step: _ReplicaStep, gradients: list) -> None:
+    """Reads the clock when a replica has its gradients; not inside a function of the user's or of XLA."""
+    tensors = [
+        gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        for gradient in gradients
+        if gradient is not None
+    ]
+    if tensors and tf.compat.v1.get_default_graph() is step.graph:
+        step.note_end(internals.timestamp_after(tensors))
 
 
 def _is_inner(tape: tf.GradientTape) -> bool:

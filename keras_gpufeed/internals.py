@@ -1,6 +1,6 @@
 """The one place that touches private parts of TensorFlow and Keras.
 
-Flow:   errors -> plan -> order -> splitting -> [internals] -> sources -> ...
+Flow:   errors -> plan -> order -> splitting -> stamps -> [internals] -> sources -> ...
 Owns:   every import from `tensorflow.python` and `keras.src` and every use of their private attributes, each
         with its reason. Read in TensorFlow 2.15.1 and Keras 2.15.0; `setup.cfg` admits no other minor version.
 Leaves: what to do at these places (exact, promotion, keras_entry), so that this file decides nothing.
@@ -38,6 +38,7 @@ from tensorflow.python.types import distribute as distribute_types
 from tensorflow.python.util import nest
 
 from .splitting import as_keras_does, part_of
+from .stamps import step_stamps
 
 Wrapper = Callable[[Callable], Callable]
 
@@ -177,16 +178,18 @@ class FedElement(composite_tensor.CompositeTensor):
             its samples count (0 on the replicas of a small tail that repeat them). None if all steps are even.
         predicting: True if what the step returns are rows to concatenate.
         small_tails: True if a step may have fewer samples than replicas.
+        monitored: True if the step is to note its times.
     """
 
-    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool) -> None:
+    def __init__(self, data: Any, shares: Any, predicting: bool, small_tails: bool, monitored: bool) -> None:
         self.data, self.shares, self.predicting, self.small_tails = data, shares, predicting, small_tails
+        self.monitored = monitored
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, key: Any) -> FedElement:
-        return FedElement(self.data[key], self.shares, self.predicting, self.small_tails)
+        return FedElement(self.data[key], self.shares, self.predicting, self.small_tails, self.monitored)
 
     def __iter__(self) -> Iterator:
         return iter([self[key] for key in (self.data if isinstance(self.data, dict) else range(len(self.data)))])
@@ -194,7 +197,7 @@ class FedElement(composite_tensor.CompositeTensor):
     @property
     def _type_spec(self) -> _FedElementSpec:
         specs = nest.map_structure(type_spec.type_spec_from_value, (self.data, _or_nothing(self.shares)))
-        return _FedElementSpec(*specs, self.predicting, self.small_tails)
+        return _FedElementSpec(*specs, self.predicting, self.small_tails, self.monitored)
 
 
 def _or_nothing(shares: Any) -> Any:
@@ -251,13 +254,17 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         even: True if parts go without shares.
         predicting: Passed on to the elements.
         small_tails: Passed on to the elements.
+        monitored: True if steps note how long they waited for data.
     """
 
     on_end: Callable[[], None] | None = None  # Called when the data has ended or failed; may raise.
 
-    def __init__(self, inner: Any, devices: tuple[str, ...], even: bool, predicting: bool, small_tails: bool) -> None:
+    def __init__(
+        self, inner: Any, devices: tuple[str, ...], even: bool, predicting: bool, small_tails: bool, monitored: bool
+    ) -> None:
         self._inner, self._devices = inner, devices
         self._even, self._predicting, self._small_tails = even, predicting, small_tails
+        self._monitored = monitored
 
     def __next__(self) -> Any:
         try:
@@ -274,7 +281,13 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     def get_next(self) -> Any:
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
-        return self._make_element(self._inner.get_next())
+        if not self._monitored:
+            return self._make_element(self._inner.get_next())
+        with tf.device("/device:CPU:0"):
+            began = tf.timestamp()
+        with tf.control_dependencies([] if tf.executing_eagerly() else [began]):
+            elements = self._inner.get_next()
+        return self._make_element(self._note_wait(began, elements))
 
     def _make_element(self, elements: Any) -> Any:
         if len(self._devices) == 1:
@@ -284,9 +297,18 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         if len(elements) == 1:
             return elements[0]
         if self._even:
-            return FedElement(regroup(elements), None, self._predicting, self._small_tails)
+            return FedElement(regroup(elements), None, self._predicting, self._small_tails, self._monitored)
         data, shares = regroup(elements)
-        return FedElement(data, shares, self._predicting, self._small_tails)
+        return FedElement(data, shares, self._predicting, self._small_tails, self._monitored)
+
+    def _note_wait(self, began: tf.Tensor, elements: Any) -> Any:
+        flat = tf.nest.flatten(elements, expand_composites=True)
+        now = step_stamps(len(self._devices) or len(elements)).note_wait(began, flat)
+        if not tf.executing_eagerly():
+            # Computing begins after the clock was read; else the reading waits for a thread that computes.
+            with tf.control_dependencies([now]):
+                flat = [_identity_where_it_is(tensor) for tensor in flat]
+        return tf.nest.pack_sequence_as(elements, flat, expand_composites=True)
 
     def _deal(self, replica: int, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: Any) -> Any:
         with tf.device(self._devices[replica]):
@@ -307,8 +329,13 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     @property
     def _type_spec(self) -> _FeedIteratorSpec:
-        flags = (self._even, self._predicting, self._small_tails)
+        flags = (self._even, self._predicting, self._small_tails, self._monitored)
         return _FeedIteratorSpec(self._inner._type_spec, self._devices, *flags)
+
+
+def _identity_where_it_is(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(tensor.device or None):
+        return tf.identity(tensor)
 
 
 class _FeedIteratorSpec(type_spec.TypeSpec):
@@ -356,6 +383,24 @@ def iterate_on_devices(
 def share_memory_with_host(devices: tuple[str, ...]) -> bool:
     """True if tensors need no copy to get to any of the devices."""
     return all("GPU" not in device for device in devices)
+
+
+def timestamp_after(tensors: list) -> tf.Tensor:
+    """When all of `tensors` are there, by a clock on the host.
+
+    TensorFlow runs operations with side effects one after the other, in the order in which they were traced, and
+    counts this one among them: without `run_independently`, which is not public, one replica's next random number
+    would wait for the gradients of another.
+    """
+    with tf.control_dependencies(tensors):
+        # Control alone would not wait for a GPU, only for the launch of its kernels; a value has to come over.
+        sample = tf.reshape(tensors[0], [-1])[:1]
+    with tf.device("/device:CPU:0"), tf.control_dependencies([tf.identity(sample)]):
+        now = tf.timestamp()
+    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    if manager is not None:  # In the body of a loop nothing is put in order.
+        manager.run_independently(now.op)
+    return now
 
 
 # --- Strategies --------------------------------------------------------------------------------------------
@@ -537,6 +582,55 @@ def sums(metric: Any) -> bool:
 def children_of(owner: Any) -> list:
     """What `owner` holds in its attributes, private ones included; metrics of a model are in none that is public."""
     return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+
+
+# --- Callbacks ---------------------------------------------------------------------------------------------
+
+
+class LightCallback(tf.keras.callbacks.Callback):
+    """A callback whose hooks for steps do not make Keras fetch the logs from the devices first."""
+
+    _supports_tf_logs = True
+
+
+def unwrap_loss_scale(optimizer: Any) -> Any:
+    """The optimizer inside mixed precision's scaling wrapper; any other as it is."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def schedule_of(optimizer: Any) -> Any:
+    """The learning-rate schedule of an optimizer; None if its rate is a number. Public is only the present rate."""
+    is_legacy = isinstance(optimizer, optimizer_v2.OptimizerV2)
+    rate = optimizer._hyper.get("learning_rate") if is_legacy else optimizer._learning_rate
+    return rate if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule) else None
+
+
+def velocities_of(optimizer: Any, variables: list[tf.Variable]) -> list[tf.Variable]:
+    """Slots of an optimizer that hold steps already multiplied by the learning rate.
+
+    They are made if they are not there yet, because values restored from a backup wait for that. How to make them
+    for legacy optimizers is not public, nor where RMSprop has them.
+    """
+    legacy = tf.keras.optimizers.legacy
+    if isinstance(optimizer, (legacy.SGD, legacy.RMSprop)):
+        optimizer._create_all_weights(variables)
+        if "momentum" not in optimizer.get_slot_names():
+            return []
+        return [optimizer.get_slot(variable, "momentum") for variable in variables]
+    if isinstance(optimizer, (tf.keras.optimizers.SGD, tf.keras.optimizers.RMSprop)):
+        optimizer.build(variables)  # Does nothing the second time.
+        return list(optimizer.momentums if isinstance(optimizer, tf.keras.optimizers.SGD) else optimizer._momentums)
+    return []
+
+
+def steps_per_execution(model: tf.keras.Model) -> int:
+    """Steps that Keras runs inside one compiled call."""
+    return 1 if model._steps_per_execution is None else int(model._steps_per_execution)
+
+
+def train_writer_of(tensorboard: tf.keras.callbacks.TensorBoard) -> Any:
+    """The writer of a TensorBoard callback for what concerns training; it is open while `fit` runs."""
+    return tensorboard._train_writer
 
 
 # Records of how a functional model was put together. They lead on to layers of other models.

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -23,9 +24,10 @@ from .batch_sources import is_batch_source
 from .errors import SourceError, StrategyError
 from .exact import agree_on_statistics
 from .feeder import DistributedFeeder
+from .meter import FeedMeter
 from .pipeline import Pipeline
 from .promotion import distribute, follow_shared_layers, move_along, was_moved
-from .streams import Failure
+from .streams import Batch, Failure
 
 _logger = logging.getLogger("keras_gpufeed")
 _active = threading.local()
@@ -45,10 +47,14 @@ def install() -> None:
 class _Call:
     """One `fit`, `evaluate` or `predict` that was handed a feeder."""
 
-    def __init__(self, name: str, x: Any, num_epochs: int) -> None:
-        self.name, self.x, self.num_epochs = name, x, num_epochs
+    def __init__(self, name: str, x: Any, num_epochs: int, callbacks: Any = None) -> None:
+        self.name, self.x, self.num_epochs, self.callbacks = name, x, num_epochs, callbacks
         self.training_data_taken = False
         self.streams: list[Any] = []
+        # For a monitor:
+        self.monitored = self.holds_batch = False
+        self.training: FeedAdapter | None = None
+        self.when_over: list[Callable[[BaseException | None], None]] = []
 
     def takes_for_training(self, feeder: DistributedFeeder) -> bool:
         """True for the first adapter of a `fit`; the same feeder may come again as validation data."""
@@ -66,6 +72,11 @@ def _calls() -> list[_Call]:
     if not hasattr(_active, "calls"):
         _active.calls = []
     return _active.calls
+
+
+def current_call() -> _Call | None:
+    """The innermost call of this thread that was handed a feeder and is under way."""
+    return _calls()[-1] if _calls() else None
 
 
 def _entry(original: Callable) -> Callable:
@@ -87,10 +98,15 @@ def _entry(original: Callable) -> Callable:
                 return original(model, **arguments)
             arguments["x"] = feeder
         _prepare(model, name, arguments)
+        if isinstance(arguments.get("callbacks"), list):
+            # Those that add to the logs, or set the learning rate, before those that read them.
+            arguments["callbacks"] = sorted(
+                arguments["callbacks"], key=lambda callback: not getattr(callback, "goes_first", False)
+            )
         num_epochs = arguments.get("epochs", 1) - arguments.get("initial_epoch", 0)
         if name != "fit":
             agree_on_statistics(model)
-        with _entered(model, _Call(name, arguments.get("x"), num_epochs)):
+        with _entered(model, _Call(name, arguments.get("x"), num_epochs, arguments.get("callbacks"))):
             result = original(model, **arguments)
         if name == "fit":
             agree_on_statistics(model)
@@ -121,9 +137,11 @@ def _holds_feeder(value: Any) -> bool:
 @contextlib.contextmanager
 def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
     _calls().append(call)
+    ended_by: BaseException | None = None
     try:
         yield
     except BaseException as error:
+        ended_by = error
         if call.name == "fit":
             # Keras keeps the validation data for the next epoch, and after an error for the next `fit`.
             vars(model).pop("_eval_data_handler", None)
@@ -132,6 +150,9 @@ def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
         raise
     finally:
         _calls().pop()
+        for say in call.when_over:
+            say(ended_by)
+        ended_by = None  # Its traceback leads back to this frame.
         for stream in call.streams:
             stream.close()
             stream.failure = None  # Its traceback leads back to the iterator, and so to the user's data.
@@ -390,10 +411,13 @@ class FeedAdapter(internals.DataAdapter):
         call = _calls()[-1]
         self._call, self._feeder, self._model = call, x, model
         self._training = call.takes_for_training(x)
+        if self._training:
+            call.training = self
         self._shuffle = shuffle
         self.pipeline = x._pipeline_on(
             tf.distribute.get_strategy(), training=self._training, predicting=call.name == "predict"
         )
+        self.pipeline_in_use = self.pipeline  # With class weights.
         # An epoch of so many steps, whatever a pass has; None: an epoch is a pass.
         self._fixed_steps = steps or (x.steps_per_epoch if self._training else None)
         self._first, self._epochs = (0, 0), 1  # (epoch, step) to start at, and the epoch to stop before.
@@ -487,11 +511,29 @@ class FeedAdapter(internals.DataAdapter):
                 num_steps = min(num_steps, self._steps_per_pass())  # Nothing is counted twice.
             self._stream = self._feeder._sample_stream(self.pipeline, shuffle, epoch * steps + step, num_steps)
         self._call.streams.append(self._stream)
+        self._stream.meter.wants_batch = self.is_monitored and self._call.holds_batch
         return self._stream
+
+    @property
+    def feeder(self) -> DistributedFeeder:
+        """What is fed."""
+        return self._feeder
+
+    @property
+    def stream(self) -> Any:
+        """What the present iterator reads; None before the first."""
+        return self._stream
+
+    @property
+    def is_monitored(self) -> bool:
+        """True if steps are to note their times."""
+        return self._training and self._call.monitored
 
     def num_ready(self, wanted: int) -> int:
         """How many of the `wanted` steps the current epoch of a streaming feeder still has; waits to know."""
+        started = time.perf_counter()
         ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
+        self._stream.meter.asked_seconds += time.perf_counter() - started
         if ready < wanted and self.get_size() is not None:
             _logger.warning(
                 "The source ended after %d batches in all, in an epoch of %d steps; the epoch ends there.",
@@ -512,6 +554,22 @@ class FeedAdapter(internals.DataAdapter):
             self._feeder._note_epochs_trained(self._model, self._first[0] + self._epoch)
         if self.is_streaming:
             self._stream.allow_next_epoch()
+
+
+class Replay:
+    """One batch as a stream, to be given again and again.
+
+    Args:
+        stream: Where it came from.
+        batch: What `stream.read` gave.
+    """
+
+    def __init__(self, stream: Any, batch: Batch) -> None:
+        self.element_spec, self.failure, self.meter, self._batch = stream.element_spec, None, FeedMeter(), batch
+
+    def read(self, step: int) -> Batch:
+        """The batch."""
+        return self._batch
 
 
 class _Steps(internals.DistributedDataset):
@@ -535,7 +593,8 @@ class _Steps(internals.DistributedDataset):
         return _Steps(self._adapter, self._pipeline.with_transform(weigh))
 
     def __iter__(self) -> Iterator:
-        return self._pipeline.iterate(self._adapter.open_stream())
+        self._adapter.pipeline_in_use = self._pipeline
+        return self._pipeline.iterate(self._adapter.open_stream(), monitored=self._adapter.is_monitored)
 
 
 def _enumerate_epochs(original: Callable) -> Callable:

@@ -60,7 +60,7 @@ class _Loud:
     """A stream for readers that do not ask whether it has failed."""
 
     def __init__(self, stream: SampleStream | BatchStream) -> None:
-        self.element_spec, self._stream = stream.element_spec, stream
+        self.element_spec, self.meter, self._stream = stream.element_spec, stream.meter, stream
 
     def read(self, step: int) -> Any:
         batch = self._stream.read(step)

@@ -74,7 +74,7 @@ class WithExtras:
     def __init__(self, source: Any, extras: ArraySource) -> None:
         self._source, self._extras = source, extras
         self.num_samples, self.element_spec = source.num_samples, source.element_spec
-        self.sample_bytes = source.sample_bytes
+        self.sample_bytes, self.is_in_memory = source.sample_bytes, source.is_in_memory and extras.is_in_memory
 
     def read(self, samples: Samples) -> list[np.ndarray]:
         """The components of one batch, and then those of the further arrays."""

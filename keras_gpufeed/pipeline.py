@@ -72,6 +72,7 @@ class Pipeline(internals.DistributedDataset):
         self._transforms, self._predicting, self._seed, self._overrides = transforms, predicting, seed, overrides
         is_default = internals.is_default(strategy)
         self._devices = strategies.first_device() if is_default else internals.replica_devices(strategy)
+        self._split_ahead = not internals.share_memory_with_host(self._devices)
         self._graphs: list[_Graph] = []
 
     def with_transform(self, function: Callable) -> Pipeline:
@@ -79,21 +80,35 @@ class Pipeline(internals.DistributedDataset):
         transforms = (*self._transforms, function)
         return Pipeline(self.plan, self.strategy, transforms, self._predicting, self._seed, self._overrides)
 
-    def iterate(self, stream: Any, on_end: Callable[[], None] | None = None) -> Iterator:
+    def iterate(
+        self,
+        stream: Any,
+        on_end: Callable[[], None] | None = None,
+        *,
+        monitored: bool = False,
+        replay: bool = False,
+        in_steps: bool = True,
+    ) -> Iterator:
         """Starts reading.
 
         Args:
             stream: What to read.
             on_end: For a loop that is not Keras's: called when the data has ended or failed; may raise.
+            monitored: True if steps and transforms are to note their times.
+            replay: True to give the first batch for ever, from memory.
+            in_steps: False if there are no steps, which could note their times.
 
         Returns:
             An iterator of `(x, y, sample_weight)`: of tensors for one device, else of per-replica values.
         """
         stream_id = next(_stream_ids)
         _streams[stream_id] = stream
-        dataset = self._graph_for(stream).dataset(stream_id)
-        plan = self.plan
-        if internals.is_default(self.strategy) and on_end is None:
+        # Without a transform there is nothing to note there, so that one graph serves both.
+        dataset = self._graph_for(stream, monitored and bool(self._transforms)).dataset(stream_id)
+        plan, stamped = self.plan, monitored and in_steps
+        if replay:
+            dataset = dataset.take(plan.num_replicas if self._split_ahead else 1).cache().repeat()
+        if internals.is_default(self.strategy) and on_end is None and not stamped:
             iterator = iter(dataset.prefetch(plan.prefetch))
         else:
             iterator = internals.iterate_on_devices(
@@ -103,19 +118,19 @@ class Pipeline(internals.DistributedDataset):
                 even=plan.even,
                 predicting=self._predicting,
                 small_tails=plan.has_small_tail,
+                monitored=stamped,
             )
             iterator.on_end = on_end
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator
 
-    def _graph_for(self, stream: Any) -> _Graph:
+    def _graph_for(self, stream: Any, monitored: bool) -> _Graph:
         """A graph whose batch type admits the stream's; generators may give other shapes from run to run."""
         spec = stream.element_spec
         for graph in self._graphs:
-            if _admits(graph.batch_spec, spec):
+            if graph.monitored == monitored and _admits(graph.batch_spec, spec):
                 return graph
-        split_ahead = not internals.share_memory_with_host(self._devices)
-        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides, split_ahead)
+        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides, self._split_ahead, monitored)
         self._graphs.append(graph)
         return graph
 
@@ -131,9 +146,11 @@ class _Graph:
         seed: int | None,
         overrides: tuple[Override, ...],
         split_ahead: bool,
+        monitored: bool,
     ) -> None:
         self._split_ahead = split_ahead
         self.batch_spec, self._plan, self._transforms, self._seed = batch_spec, plan, transforms, seed
+        self.monitored = monitored
         self._overrides = place_overrides(overrides, batch_spec)
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
@@ -148,7 +165,8 @@ class _Graph:
         dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
         dataset = dataset.take_while(lambda data, parts, *_: parts[0, 1] > 0)
         for transform in self._transforms:
-            dataset = dataset.map(functools.partial(_apply, transform), num_parallel_calls=max(1, self._plan.prefetch))
+            apply = functools.partial(_apply, transform, stream_id if self.monitored else None)
+            dataset = dataset.map(apply, num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
             dataset = dataset.map(lambda data, *_: as_keras_does(data))
         elif self._split_ahead:
@@ -198,8 +216,21 @@ def _num_samples(component: Any) -> tf.Tensor:
     return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
-def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *seeds: tf.Tensor) -> tuple:
-    transformed = transform(*data, seed=seeds[0]) if takes(transform, "seed") else transform(*data)
+def _apply(
+    transform: Callable, monitored_id: Any, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *seeds: tf.Tensor
+) -> tuple:
+    arguments = {"seed": seeds[0]} if takes(transform, "seed") else {}
+    if monitored_id is None:
+        transformed = transform(*data, **arguments)
+    else:
+        began = tf.timestamp()
+        with tf.control_dependencies([began]):
+            transformed = transform(*tf.nest.map_structure(tf.identity, data), **arguments)
+        fed = tf.nest.flatten(transformed, expand_composites=True)
+        with tf.control_dependencies(fed):
+            seconds = tf.timestamp() - began
+        with tf.control_dependencies([tf.numpy_function(_note_transform, [monitored_id, seconds], [])]):
+            transformed = tf.nest.map_structure(tf.identity, transformed)
     if not isinstance(transformed, tuple):
         transformed = (transformed,)
     for component in tf.nest.flatten(transformed):
@@ -209,6 +240,12 @@ def _apply(transform: Callable, data: tuple, parts: tf.Tensor, shares: tf.Tensor
             "A transform must keep the number of samples of a batch along the first axis.",
         )
     return transformed, parts, shares, *seeds
+
+
+def _note_transform(stream_id: np.ndarray, seconds: np.ndarray) -> None:
+    stream = _streams.get(int(stream_id))
+    if stream is not None:
+        stream.meter.note_transform(float(seconds))
 
 
 def _admits(spec: Any, other: Any) -> bool:
@@ -234,6 +271,8 @@ def _read_stream(
         nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
         seeds = [] if seed is None else [np.zeros((0, 2), np.int32)]
         return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64), *seeds]
+    if stream is not None and stream.meter.wants_batch:
+        stream.meter.held, stream.meter.wants_batch = batch, False
     split, arrays = split_for(batch, num_replicas, overrides, len(specs))
     seeds = []
     if seed is not None:

@@ -120,6 +120,15 @@ def _warn_of_own_statistics(owners: list) -> None:
         )
 
 
+def variables_of(model: tf.keras.Model) -> list[tf.Variable]:
+    """Every variable that a model holds, those of its optimizer and its metrics included.
+
+    Args:
+        model: Any model.
+    """
+    return [each for each in _walk(model) if isinstance(each, tf.Variable)]
+
+
 def move_along(things: Any, strategy: tf.distribute.Strategy) -> None:
     """Moves the variables of what is given to a model that was moved: metrics, optimizers.
 

@@ -12,6 +12,7 @@ gives one array for each component of a batch. To add a kind of array, add a cla
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import os
 from typing import Any
@@ -89,6 +90,14 @@ class ArraySource:
         sizes: list = [component.sample_bytes for component in self._components]
         return None if None in sizes else sum(sizes)
 
+    @functools.cached_property
+    def is_in_memory(self) -> bool:
+        """True if all arrays lie in memory, so that reading them is copying."""
+        return not any(
+            isinstance(component, _ArrayLikeComponent) or isinstance(getattr(component, "_array", None), np.memmap)
+            for component in self._components
+        )
+
     def read(self, samples: Samples) -> list[np.ndarray]:
         """The components of one batch.
 
@@ -119,6 +128,7 @@ class SampleRange:
         self._source, self._start = source, start
         self.num_samples = stop - start
         self.element_spec, self.sample_bytes = source.element_spec, source.sample_bytes
+        self.is_in_memory = source.is_in_memory
 
     def read(self, samples: Samples) -> list[np.ndarray]:
         """The components of one batch."""
@@ -140,6 +150,7 @@ class EveryNthSample:
         self._source, self._first, self._stride = source, first, stride
         self.num_samples = len(range(first, source.num_samples, stride))
         self.element_spec, self.sample_bytes = source.element_spec, source.sample_bytes
+        self.is_in_memory = source.is_in_memory
 
     def read(self, samples: Samples) -> list[np.ndarray]:
         """The components of one batch."""

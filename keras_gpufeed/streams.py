@@ -4,13 +4,15 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `read(step)` (a `Batch`, or None after the end), `failure` and `close()`.
+A stream offers `element_spec`, `read(step)` (a `Batch`, or None after the end), `failure`, `meter` and
+`close()`.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
+import time
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,6 +20,7 @@ import tensorflow as tf
 
 from .batch_sources import BatchCaster, JoinedBatch
 from .errors import SourceError
+from .meter import FeedMeter
 from .order import EpochOrder
 from .plan import BatchPlan
 
@@ -79,6 +82,7 @@ class SampleStream:
     def __init__(self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int) -> None:
         self.element_spec, self._num_steps = source.element_spec, num_steps
         self.failure: Failure | None = None
+        self.meter = FeedMeter()
         self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
@@ -101,12 +105,21 @@ class SampleStream:
                 first, last = self._plan.split(step_of_pass).parts[replica_id]
                 start, stop = start + first, start + last
             samples = self._samples(epoch, start, stop)
+            started = time.perf_counter()
             arrays = self._source.read(samples)
+            self._note(started, stop - start, arrays)
             numbers = np.arange(start, stop) if self._seed is None else samples
             return Batch(stop - start, arrays, epoch, numbers)
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
+
+    def _note(self, started: float, num_samples: int, arrays: list[np.ndarray]) -> None:
+        now = time.perf_counter()
+        in_memory = self._source.is_in_memory  # Then reading is copying.
+        self.meter.note_source(0.0 if in_memory else now - started)
+        num_bytes = sum(array.nbytes for array in arrays)
+        self.meter.note_batch(now, num_samples, now - started if in_memory else 0.0, num_bytes)
 
     def _samples(self, epoch: int, start: int, stop: int) -> Any:
         if self._seed is None:
@@ -145,6 +158,7 @@ class BatchStream:
         padding_value: float | None,
     ) -> None:
         self.failure: Failure | None = None
+        self.meter = FeedMeter()
         self._source, self._seed, self._epochs, self._start = source, seed, epochs, start
         self._steps_per_epoch: Any = steps_per_epoch
         self._limit: int | None = None
@@ -262,9 +276,12 @@ class BatchStream:
             batches = self._source.batches(epoch, self._seed, start)
             self._place = (epoch, start)
             try:
+                started = time.perf_counter()
                 for batch in batches:
+                    self.meter.note_source(time.perf_counter() - started)
                     if not self._offer(batch):
                         return
+                    started = time.perf_counter()
             finally:
                 if self._source.can_repeat and hasattr(batches, "close"):
                     batches.close()  # Runs the `finally` of the user's generator.
@@ -301,7 +318,7 @@ class BatchStream:
             if len(self._first) == _NUM_BATCHES_TO_LEARN_FROM:
                 self._settle_type()
         else:
-            self._queue(self._caster.cast(batch, self._name_of_next()), sizes)
+            self._queue(batch, sizes)
         self._num_given += 1
         if self._limit is None:
             return not self._closed
@@ -325,10 +342,14 @@ class BatchStream:
             self._caster.learn([batch for batch, _ in self._first])
             first, self._first = self._first, []
             for batch, sizes in first:
-                self._queue(self._caster.cast(batch, self._name_of_next()), sizes)
+                self._queue(batch, sizes)
 
-    def _queue(self, batch: tuple[int, list[np.ndarray]], sizes: tuple[int, ...] | None) -> None:
-        (num_samples, arrays), (epoch, number) = batch, self._place
+    def _queue(self, batch: Any, sizes: tuple[int, ...] | None) -> None:
+        started, num_bytes = time.perf_counter(), self._caster.copied_bytes
+        num_samples, arrays = self._caster.cast(batch, self._name_of_next())
+        now = time.perf_counter()
+        self.meter.note_batch(now, num_samples, now - started, self._caster.copied_bytes - num_bytes)
+        epoch, number = self._place
         self._place = epoch, number + 1
         # Where a batch begins among the samples is not known in a resumed run, so its number comes first.
         samples = (np.int64(number) << np.int64(32)) + np.arange(num_samples)
@@ -337,3 +358,4 @@ class BatchStream:
             self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)
+        self.meter.blocked_seconds += time.perf_counter() - now

@@ -1,0 +1,419 @@
+"""Watches a feed from inside `fit`.
+
+Flow:   ... -> keras_entry -> [callbacks]
+Owns:   `FeedMonitor`: reading the counters and stamps at the right moments, Keras's logs, TensorBoard, the ceiling.
+Leaves: counting (meter, stamps), judging (verdict), keeping (recording), showing (report).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from . import internals, keras_entry, report
+from .batch_sources import GeneratorSource, MapSource, Regrouped, SequenceSource
+from .errors import FeedError
+from .feeder import DistributedFeeder
+from .machine import MachineWatch, describe_machine, device_names, num_processors
+from .meter import MadeBatch
+from .plan import split_batch
+from .promotion import variables_of
+from .recording import Epoch, Recording, Span, total
+from .stamps import step_stamps
+from .verdict import Rates, Verdict, judge
+
+_LOOK_SECONDS = 0.5  # How often the counters are read.
+_MAX_UNREAD_STEPS = 1000  # The meter keeps four times as many batches.
+_REPORT_SECONDS = 10.0  # How often the report is written while training runs.
+_REPLAY_WARM_UP = 3  # Steps.
+
+
+class FeedMonitor(internals.LightCallback):
+    """Tells whether the devices are busy, and if not, why: a callback for `fit` with a feeder.
+
+    Adds `samples_per_second` (over all replicas) and `feed_wait` (share of the time for which steps waited for
+    data) to the logs, and so to the progress bar, `History`, `CSVLogger` and whatever else reads logs; a
+    `TensorBoard` callback beside it gets scalars under `feed/`. When training ends, by itself or by an error, it
+    says in words what held it back, what that cost, and what to change.
+
+    The first steps, in which Keras traces the model and buffers are full from before, are kept apart. On GPUs the
+    monitor waits for each step to end, as Keras's own progress bar does.
+
+    Args:
+        report: File for a report: ".html" for one self-contained page, ".png" for a picture (needs Matplotlib).
+            It is written now and then while training runs, and at the end, however training ends. None: no file.
+        every_steps: How often rates in the progress bar are brought up to date; None is twice a second.
+        replay_steps: After training, run so many steps on one batch that lies ready, to measure what the devices
+            could do if data took no time. Variables are put back afterwards; a copy of them is held on the host.
+
+    Attributes:
+        verdict: The `Verdict`: `bound_by`, `lost_share`, `reason` and `knob`; None before there is one.
+        rates: The measured `Rates`, in means over the steps after warm-up; None before there are any.
+
+    Raises:
+        FeedError: If the file's name has another ending, its folder is missing, or a package is.
+
+    Example:
+        >>> import keras_gpufeed as kg
+        >>> import numpy as np
+        >>> import tensorflow as tf
+        >>> x = np.random.default_rng(0).normal(size=(640, 3)).astype("float32")
+        >>> model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> monitor = kg.FeedMonitor()
+        >>> feeder = kg.DistributedFeeder(x, x.sum(1), batch_size=32)
+        >>> history = model.fit(feeder, epochs=3, verbose=0, callbacks=[monitor])
+        >>> sorted(history.history)
+        ['feed_wait', 'loss', 'samples_per_second']
+        >>> monitor.verdict.bound_by in ("compute", "source", "transform", "copy", "python", "replica")
+        True
+    """
+
+    goes_first = True  # In `fit` with a feeder, so that all other callbacks find its numbers in the logs.
+
+    def __init__(
+        self, report: str | os.PathLike | None = None, every_steps: int | None = None, replay_steps: int | None = None
+    ) -> None:
+        super().__init__()
+        self._path = None if report is None else _checked_path(report)
+        self._every_steps = _checked_steps("every_steps", every_steps)
+        self._replay_steps = _checked_steps("replay_steps", replay_steps)
+        self.verdict: Verdict | None = None
+        self.rates: Rates | None = None
+        self._is_watching = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins to watch the feeder of this `fit`."""
+        call = keras_entry.current_call()
+        if call is None or call.training is None:
+            raise FeedError(
+                "FeedMonitor watches a DistributedFeeder, and fit was called without one. Write "
+                "model.fit(DistributedFeeder(x, y, batch_size=...), callbacks=[FeedMonitor()])."
+            )
+        strategy = self.model.distribute_strategy
+        devices = device_names(strategy)
+        self._training = call.training
+        self._call = call
+        call.monitored = True
+        call.holds_batch = self._replay_steps is not None
+        call.when_over.append(self._on_end)
+        self._fill = 0
+        self._stamps = step_stamps(internals.num_replicas(strategy))
+        self._stamps.take()  # What others left. The first time takes TensorFlow longer, too.
+        self._watch = MachineWatch(devices)
+        self._tensorboard = _tensorboard_of(call.callbacks)
+        feeder = call.training.feeder
+        plan = call.training.pipeline.plan
+        self._recording = Recording(
+            internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder)
+        )
+        self._recording.capacity = plan.prefetch + (plan.prefetch + 1 if feeder.is_streaming else 1)
+        self._learns_splits = plan.steps is None and feeder.num_sources is None
+        if plan.steps is not None:
+            last = plan.steps - 1
+            self._recording.splits = [
+                ("first step", plan.split(0), 0),
+                ("last step", plan.split(last), plan.samples_of(last)[0]),
+            ]
+        self.verdict = self.rates = None
+        self._meter: Any = None
+        self._began_at = self._last_end = self._looked_at = self._reported_at = time.perf_counter()
+        self._unread: list[tuple[float, float, float, int, int, float]] = []
+        self._asked_seconds = 0.0
+        self._num_unread = self._num_steps = 0
+        self._made: collections.deque[MadeBatch] = collections.deque()
+        self._num_made = 0
+        self._first_step_ended: float | None = None
+        self._is_warm = False
+        self._of_epoch: list[Span] = []
+        self._seen_loss: Any = None
+        self._shown: dict[str, float] = {}
+        self._is_watching = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """What lies between epochs is no step's time."""
+        self._of_epoch = []
+        self._place_in_epoch = 0
+        self._last_end = time.perf_counter()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Reads the clock."""
+        self._began = time.perf_counter()
+        self._batch = batch
+        if self._meter is None:
+            self._meter = self._training.stream.meter
+            self._fill = self._meter.num_batches
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Reads the clock, and now and then the counters."""
+        if self._watch.has_gpus:
+            for value in list((logs or {}).values())[:1]:
+                np.asarray(value)  # Waits for the devices.
+        now = time.perf_counter()
+        num_steps = batch - self._batch + 1
+        asked = self._meter.asked_seconds
+        self._unread.append((self._last_end, self._began, now, num_steps, self._fill, asked - self._asked_seconds))
+        self._asked_seconds = asked
+        self._last_end = now
+        if self._num_steps == 0:
+            self._looked_at = now  # The first step takes long, and Keras wonders about callbacks that do.
+        self._num_steps += num_steps
+        self._num_unread += num_steps
+        self._fill = self._meter.num_batches - self._num_steps  # For the next step, before it asks.
+        self._seen_loss = logs.get("loss") if logs else None
+        if self._every_steps is None:
+            is_time = now - self._looked_at > _LOOK_SECONDS
+        else:
+            is_time = self._num_unread >= self._every_steps
+        if is_time or self._num_unread >= _MAX_UNREAD_STEPS:
+            self._look()
+        # Keras takes the logs of an epoch's last step for the epoch's, if they hold what it expects and no more.
+        if logs is not None and batch + 1 != self.params.get("steps"):
+            logs.update(self._shown)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the epoch's rates to the logs."""
+        self._look()
+        span = total(self._of_epoch) if self._of_epoch else None
+        if logs is not None and span is not None:
+            logs.update(_logged(span))
+        numbers = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
+        self._recording.epochs.append(Epoch(epoch, span, numbers))
+        self._write_scalars(epoch, span)
+        if time.perf_counter() - self._reported_at > _REPORT_SECONDS:
+            self._write_report()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Measures the ceiling, if that was asked for."""
+        self._look()
+        if self._replay_steps is not None and self._meter is not None:
+            self._recording.ceiling_seconds = self._replay(self._replay_steps)
+
+    def _on_end(self, error: BaseException | None) -> None:
+        """Gives the verdict, however training ended."""
+        if not self._is_watching:
+            return
+        self._is_watching = False
+        self._look()
+        self._judge()
+        name = "" if error is None else f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+        self._recording.state = "finished" if error is None else f"stopped by {name.splitlines()[0][:200]}"
+        self._write_report()
+        if self.verdict is not None and self.params.get("verbose"):
+            print(f"FeedMonitor: {self.verdict}")
+        del self._call, self._training, self._meter, self._tensorboard  # They hold the user's data.
+
+    # --- From counters to numbers ---
+
+    def _look(self) -> None:
+        """Takes in the steps since the last look."""
+        now = time.perf_counter()
+        self._looked_at = now
+        if not self._unread:
+            return
+        steps = [*self._of_epoch, *self._read_steps()]
+        if steps:
+            self._of_epoch = [total(steps)]
+            self._shown = _logged(self._of_epoch[0])
+        seconds = now - self._began_at
+        for name, num_bytes in self._watch.memory():
+            self._recording.add_memory(name, seconds, num_bytes)
+        for name, percent in self._watch.utilisation():
+            self._recording.add_utilisation(name, seconds, percent)
+        loss = None if self._seen_loss is None else float(np.mean(self._seen_loss))
+        if loss is not None and np.isfinite(loss):
+            self._recording.loss.add(seconds, loss)
+        if self._meter.num_transforms:
+            self._recording.transform_seconds = self._meter.transform_seconds / self._meter.num_transforms
+        self._judge()
+
+    def _judge(self) -> None:
+        self.rates = self._recording.rates
+        self.verdict = self._recording.verdict = None if self.rates is None else judge(self.rates)
+
+    def _read_steps(self) -> Iterator[Span]:
+        calls, self._unread, self._num_unread = self._unread, [], 0
+        waits, ends = self._stamps.take()
+        self._made.extend(self._meter.batches_from(self._num_made))
+        self._num_made = self._meter.num_batches
+        clocks_differ = time.time() - time.perf_counter()
+        starts = (waits[:, 0] - clocks_differ).tolist()  # By time.perf_counter().
+        wait_seconds = (waits[:, 1] - waits[:, 0]).tolist()
+        replica_seconds = self._replica_seconds(waits, ends)
+        row = 0
+        for previous_end, began, ended, num_steps, fill, asked in calls:
+            batches = [self._made.popleft() for _ in range(min(num_steps, len(self._made)))]
+            # Of a stream, Keras asks for the next batch before the step: a wait for data, not Python's work.
+            wait = min(asked, began - previous_end)
+            python = began - previous_end - wait
+            replicas: tuple[float, ...] = ()
+            if row + num_steps <= len(starts):
+                python += max(0.0, starts[row] - began)  # Until the step's function runs.
+                wait += sum(wait_seconds[row : row + num_steps])
+                replicas = replica_seconds[row] if replica_seconds else ()
+            row += num_steps
+            seconds, started = ended - previous_end, previous_end - self._began_at
+            span = Span(
+                started,
+                seconds,
+                num_steps,
+                sum([each.num_samples for each in batches]),
+                min(wait, seconds),
+                min(python, seconds),
+                fill * num_steps,
+                sum([each.source_seconds for each in batches]),
+                sum([each.copy_seconds for each in batches]),
+                sum([each.copied_bytes for each in batches]),
+                batches[-1].ready_at - self._began_at if batches else started,
+            )
+            is_warm = self._has_warmed_up(batches, ended)
+            self._recording.add_step(span, not is_warm, replicas)
+            if is_warm:
+                yield span
+            if self._learns_splits:
+                self._note_split(batches)
+
+    def _has_warmed_up(self, batches: list[MadeBatch], ended: float) -> bool:
+        """True from the first batch that was made after the first step: no tracing, no buffers filled before."""
+        if self._first_step_ended is None:
+            self._first_step_ended = ended
+            return False
+        self._is_warm = self._is_warm or not batches or batches[0].ready_at > self._first_step_ended
+        return self._is_warm
+
+    def _replica_seconds(self, waits: np.ndarray, ends: np.ndarray) -> list[tuple[float, ...]]:
+        """From the data to the gradients, step by step; nothing if the gradients were not seen."""
+        if ends.shape != (len(waits), self._recording.num_replicas):
+            return []
+        return list(map(tuple, np.maximum(ends - waits[:, 1:], 0.0).tolist()))
+
+    def _note_split(self, batches: list[MadeBatch]) -> None:
+        """A source that does not say how many samples it has shows its splits as they come."""
+        for batch in batches:
+            split = split_batch(batch.num_samples, self._recording.num_replicas)
+            if not self._recording.splits:
+                self._recording.splits = [("first step", split, 0)]
+            self._recording.splits[1:] = [("latest step", split, self._place_in_epoch)]
+            self._place_in_epoch += batch.num_samples
+
+    # --- Out of the numbers ---
+
+    def _write_scalars(self, epoch: int, span: Span | None) -> None:
+        if self._tensorboard is None or span is None:
+            return
+        rates = self._recording.rates
+        scalars = {
+            **_logged(span),
+            "samples_per_second_per_replica": span.num_samples / span.seconds / self._recording.num_replicas,
+            "buffer_fill": span.fill / span.num_steps,
+            "copied_bytes_per_second": span.copied_bytes / span.seconds,
+            "python_share": span.python_seconds / span.seconds,
+        }
+        if rates is not None and rates.replica_seconds:
+            scalars["skew_share"] = rates.skew_seconds / rates.step_seconds
+        with internals.train_writer_of(self._tensorboard).as_default():
+            for name, value in scalars.items():
+                tf.summary.scalar(f"feed/{name}", value, step=epoch)
+
+    def _write_report(self) -> None:
+        self._reported_at = time.perf_counter()
+        if self._path is not None:
+            report.write(self._recording, self._path)
+
+    def _replay(self, num_steps: int) -> float:
+        """Seconds of a step on a batch that lies ready."""
+        held, self._meter.held = self._meter.held, None
+        stream = keras_entry.Replay(self._training.stream, held)
+        iterator = self._training.pipeline_in_use.iterate(stream, monitored=True, replay=True)
+        strategy = self.model.distribute_strategy
+        with strategy.scope(), _put_back(self.model):
+            began = 0.0
+            for step in range(_REPLAY_WARM_UP + num_steps):
+                if step == _REPLAY_WARM_UP:
+                    began = time.perf_counter()
+                logs = self.model.train_function(iterator)
+                for value in list(logs.values())[:1]:
+                    np.asarray(value)  # Waits for the devices.
+            seconds = time.perf_counter() - began
+        return seconds / num_steps / internals.steps_per_execution(self.model)
+
+
+class _put_back:
+    """Puts all variables of a model back to what they were."""
+
+    def __init__(self, model: tf.keras.Model) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._values = [(part, part.numpy()) for variable in variables_of(self._model) for part in _parts(variable)]
+
+    def __exit__(self, *exception: Any) -> None:
+        for part, value in self._values:
+            part.assign(value)
+
+
+def _parts(variable: tf.Variable) -> tuple:
+    variable = internals.unwrap_autocast(variable)
+    return tuple(variable.values) if internals.is_distributed(variable) else (variable,)
+
+
+def _logged(span: Span) -> dict[str, float]:
+    return {"samples_per_second": span.num_samples / span.seconds, "feed_wait": span.wait_seconds / span.seconds}
+
+
+def _facts_of(feeder: DistributedFeeder) -> dict[str, Any]:
+    """What the verdict needs to know of a feeder to name a knob."""
+    source = feeder.source
+    while isinstance(source, Regrouped):
+        source = source._source
+    workers = 0 if not feeder.is_streaming else feeder.num_workers
+    if not feeder.is_streaming:
+        kind = "arrays"
+    elif isinstance(source, (SequenceSource, MapSource)) or workers > 1:
+        kind = "workers"
+    else:
+        kind = "function" if isinstance(source, GeneratorSource) else "other"
+    return {
+        "workers": workers,
+        "prefetch": feeder.prefetch,
+        "batch_size": feeder.batch_size,
+        "source_kind": kind,
+        "num_processors": num_processors(),
+    }
+
+
+def _tensorboard_of(callbacks: Any) -> Any:
+    callbacks = getattr(callbacks, "callbacks", callbacks)  # Of a CallbackList.
+    found = [each for each in tf.nest.flatten(callbacks) if isinstance(each, tf.keras.callbacks.TensorBoard)]
+    return found[0] if found else None
+
+
+def _checked_path(path: str | os.PathLike) -> str:
+    path = os.fspath(path)
+    ending = os.path.splitext(path)[1]
+    if ending not in (".html", ".png"):
+        raise FeedError(f'report must be a file name that ends in ".html" or ".png". Received {path!r}.')
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FeedError(f"The folder of report={path!r} does not exist. Create it first: os.makedirs({folder!r}).")
+    if ending == ".png":
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise FeedError(
+                "A report as a picture is drawn by Matplotlib, which is not installed: pip install "
+                'keras-gpufeed[report]. A report that ends in ".html" needs nothing.'
+            ) from None
+    return os.path.abspath(path)
+
+
+def _checked_steps(name: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+        raise FeedError(f"{name} must be a positive integer. Received {value!r}.")
+    return value

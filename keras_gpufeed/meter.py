@@ -1,0 +1,73 @@
+"""Counts what the feed does, while it does it.
+
+Flow:   errors -> plan -> order -> [meter] -> internals -> ...
+Owns:   the counters of one run through the data: batches, samples, bytes, and where the time went.
+Leaves: the time that steps take and wait (stamps, callbacks), what it all means (verdict).
+
+Every run counts, whether anybody looks or not: a batch costs two or three readings of the clock and one entry.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+_MAX_BATCHES = 4096  # Kept for whoever looks; the sums go on.
+
+
+class MadeBatch(NamedTuple):
+    """What one global batch took to make."""
+
+    ready_at: float  # By time.perf_counter().
+    num_samples: int
+    source_seconds: float  # In the user's code, on storage, or in wait for a worker.
+    copy_seconds: float  # In copying samples into the memory that TensorFlow reads.
+    copied_bytes: int
+
+
+class FeedMeter:
+    """The counters of one run; the thread that makes batches writes, any thread reads.
+
+    Example:
+        >>> meter = FeedMeter()
+        >>> meter.note_source(0.5)
+        >>> meter.note_batch(ready_at=7.0, num_samples=32, copy_seconds=0.25, copied_bytes=128)
+        >>> meter.batches_from(0)
+        [MadeBatch(ready_at=7.0, num_samples=32, source_seconds=0.5, copy_seconds=0.25, copied_bytes=128)]
+        >>> meter.num_batches, meter.batches_from(1)
+        (1, [])
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.blocked_seconds = 0.0  # For which the reader's buffer was full.
+        self.asked_seconds = 0.0  # For which Keras waited to know whether there is another batch.
+        self.transform_seconds = 0.0  # In the user's transform, added up over parallel calls; only while monitored.
+        self.num_transforms = 0
+        self.wants_batch = False  # True: the next batch is held, for a replay.
+        self.held: Any = None
+        self._given: collections.deque[float] = collections.deque()
+        self._batches: collections.deque[MadeBatch] = collections.deque(maxlen=_MAX_BATCHES)
+
+    def note_source(self, seconds: float) -> None:
+        """Notes what the source took to give a batch that has yet to be copied."""
+        self._given.append(seconds)
+
+    def note_batch(self, ready_at: float, num_samples: int, copy_seconds: float, copied_bytes: int) -> None:
+        """Notes that the oldest batch that the source gave is ready."""
+        self._batches.append(MadeBatch(ready_at, num_samples, self._given.popleft(), copy_seconds, copied_bytes))
+        self.num_batches += 1
+
+    def note_transform(self, seconds: float) -> None:
+        """Notes one call of the user's transform."""
+        self.transform_seconds += seconds
+        self.num_transforms += 1
+
+    def batches_from(self, number: int) -> list[MadeBatch]:
+        """The batches made since, as far as they are kept.
+
+        Args:
+            number: Number of the first one, counted from 0 over the run.
+        """
+        num_batches, kept = self.num_batches, list(self._batches)
+        return kept[max(0, len(kept) - max(0, num_batches - number)) :]
