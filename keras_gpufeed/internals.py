@@ -525,7 +525,7 @@ def become(variable: tf.Variable, replacement: tf.Variable) -> None:
     """Turns `variable`, the object, into what `replacement` is.
 
     Whoever holds the object (layers, optimizer slots, closures of regularisers) then holds the replacement.
-    Its unique id stays, because optimizers find their slots by it. The first component keeps the memory, if
+    Its name stays, and its unique id, by which optimizers find their slots. The first component keeps the memory, if
     it is on the right device: a `tf.function` of the user's that was traced before reads it by its handle.
 
     Args:
@@ -533,15 +533,19 @@ def become(variable: tf.Variable, replacement: tf.Variable) -> None:
         replacement: A variable of the same value made under a strategy: distributed, or an ordinary one on the
             device of a OneDeviceStrategy.
     """
-    unique_id, handle = variable._unique_id, variable.handle
-    primary = replacement._primary if is_distributed(replacement) else replacement
+    unique_id, handle, name = variable._unique_id, variable.handle, variable.name.partition(":")[0]
+    components = replacement.values if is_distributed(replacement) else (replacement,)
+    for replica, component in enumerate(components):
+        component._handle_name = f"{name}/replica_{replica}:0" if replica else f"{name}:0"
+    primary = components[0]
     if handle.device == primary.handle.device:
         primary._handle = handle
     primary._unique_id = unique_id
     variable.__class__ = type(replacement)
     variable.__dict__ = replacement.__dict__
-    if is_distributed(variable):  # Components refer to their container.
-        for component in variable.values:
+    if is_distributed(variable):
+        variable._common_name = name
+        for component in components:  # They refer to their container.
             component.handle._distributed_container = weakref.ref(variable)
 
 
