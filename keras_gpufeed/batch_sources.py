@@ -576,6 +576,8 @@ class BatchCaster:
 
     def _cast_one(self, array: np.ndarray, spec: tf.TensorSpec, pool: BufferPool, name: str) -> np.ndarray:
         array = self._padded(array, name)
+        if array.ndim > 1 and not array.size and spec.dtype != tf.string:
+            array = array.astype(spec.dtype.as_numpy_dtype)  # Empty sequences have no dtype of their own.
         strings = array.dtype.kind in "SUO"
         if (
             array.ndim == 0
@@ -615,7 +617,10 @@ class BatchCaster:
                 "yields single samples, pass batched=False."
             )
         dtype = tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(fed_dtype(leaf.dtype))
-        return tf.TensorSpec((None, *leaf.shape[1:]), dtype)
+        shape = [None, *leaf.shape[1:]]
+        if self._padding_value is not None and len(shape) > 1:
+            shape[1] = None  # The longest sample of another batch may have another length.
+        return tf.TensorSpec(shape, dtype)
 
 
 def _as_leaf(value: Any) -> Any:

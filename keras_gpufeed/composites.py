@@ -118,7 +118,9 @@ class PaddedComponent:
         if len(shapes) > 1 or None in shapes:
             raise ValueError(f"beyond their length, samples differ too: {sorted(map(str, shapes))}")
         sample_shape: Any = next(iter(shapes), ())
-        self._values = np.concatenate([array.reshape(-1, *sample_shape) for array in arrays])
+        # Empty ones have no dtype of their own; NumPy takes them for float64.
+        filled = [array for array in arrays if array.size] or arrays
+        self._values = np.concatenate([array.reshape(-1, *sample_shape) for array in filled])
         if self._values.dtype.kind not in "biuf":
             raise ValueError(f"samples of dtype {self._values.dtype} cannot be padded")
         self._starts = np.cumsum([0, *map(len, arrays)])

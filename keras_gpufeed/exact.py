@@ -18,10 +18,13 @@ batch: `num_replicas_in_sync` reads 1, so losses are means over the part. What l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from . import internals
@@ -47,6 +50,8 @@ class _ReplicaStep:
         self.graph = tf.compat.v1.get_default_graph()
         self.has_global_gradients = False
         self.has_local_gradients = False
+        self.differentiates = False  # Within a gradient that is weighed, others are part of it.
+        self.inner_gradients: list = []  # Those that another tape recorded: a replica's own.
 
     def can_merge(self) -> bool:
         """True where replicas may meet: not in a branch or loop that is traced on its own."""
@@ -54,6 +59,14 @@ class _ReplicaStep:
             tf.compat.v1.get_default_graph() is self.graph
             or tf.__internal__.distribute.strategy_supports_no_merge_call()
         )
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        self.differentiates = True
+        try:
+            yield
+        finally:
+            self.differentiates = False
 
     def __enter__(self) -> _ReplicaStep:
         self._outer = _current_step()
@@ -74,6 +87,7 @@ def install() -> None:
     internals.attach("call_function", _call_function)
     internals.attach("num_replicas_in_sync", _num_replicas_in_sync)
     internals.attach("gradient", _gradient)
+    internals.attach("jacobian", _jacobian)
     internals.attach("aggregate_gradients", _aggregate_gradients)
     internals.attach("aggregate_gradients_legacy", _aggregate_gradients)
     internals.attach("get_reduction", _get_reduction)
@@ -164,6 +178,7 @@ def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
         values = internals.local_values(output)
         if values is None:  # The same on all replicas: a metric's result.
             return output
+        values = [tf.convert_to_tensor(value) if isinstance(value, np.generic) else value for value in values]
         if not _is_scalar(values[0]):
             values = [
                 value if step.counts is None else _rows_that_count(value, step) for value, step in zip(values, steps)
@@ -171,6 +186,8 @@ def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
             if isinstance(values[0], tf.SparseTensor):  # Keras cannot put these together.
                 return tf.sparse.concat(0, list(values))
             return internals.regroup(values) if fed.predicting else tf.concat(values, axis=0)
+        if values[0].dtype in (tf.bool, tf.string):
+            return values[0]
         if values[0].dtype.is_floating:
             values = [value * tf.cast(step.weight, value.dtype) for value, step in zip(values, steps)]
         elif values[0].dtype.is_integer:
@@ -184,7 +201,8 @@ def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.shape.rank == 0
+    """True for one number; what has no known rank, such as what `tf.py_function` returns, is taken for one."""
+    return isinstance(value, tf.Tensor) and value.shape.rank in (0, None)
 
 
 def _rows_that_count(value: Any, step: _ReplicaStep) -> Any:
@@ -207,9 +225,18 @@ def _call_function(original: Callable) -> Callable:
         python_function = None if _current_step() is None else internals.python_of(function)
         if python_function is None:
             return original(function, *args, **kwargs)
+        if function.input_signature is not None:  # It says what Python numbers become.
+            given = args[: len(function.input_signature)]
+            args = (*map(_as_signed, given, function.input_signature), *args[len(given) :])
         return tf.nest.map_structure(_as_tensor, python_function(*args, **kwargs))
 
     return call_function
+
+
+def _as_signed(value: Any, spec: Any) -> Any:
+    if not isinstance(spec, tf.TensorSpec) or tf.is_tensor(value):
+        return value
+    return tf.convert_to_tensor(value, spec.dtype)
 
 
 def _as_tensor(output: Any) -> Any:
@@ -237,17 +264,23 @@ def _gradient(original: Callable) -> Callable:
         step = _current_step()
         flat_sources = tf.nest.flatten(sources)
         are_variables = [isinstance(source, tf.Variable) for source in flat_sources]
-        if step is None or not any(are_variables) or _is_inner(tape):
+        if step is None or step.differentiates or not any(are_variables):
             return original(tape, target, sources, output_gradients, unconnected_gradients)
+        if _is_inner(tape):
+            gradients = original(tape, target, sources, output_gradients, unconnected_gradients)
+            step.inner_gradients.extend(gradient for gradient in tf.nest.flatten(gradients) if gradient is not None)
+            return gradients
         targets = tf.nest.flatten(target)
         given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
         if all(are_variables):
             weights = [_weight(step, one, gradient) for one, gradient in zip(targets, given)]
-            gradients = original(tape, targets, sources, weights, unconnected_gradients)
+            with step.differentiating():
+                gradients = original(tape, targets, sources, weights, unconnected_gradients)
             flat = tf.nest.flatten(gradients)
         else:  # The gradients by inputs are the replica's own, so the others are weighed afterwards.
-            gradients = original(tape, targets, sources, output_gradients, unconnected_gradients)
-            scale = step.weight if _is_one_number(targets[0]) else step.weight * step.sum_scale
+            with step.differentiating():
+                gradients = original(tape, targets, sources, output_gradients, unconnected_gradients)
+            scale = step.weight * (_sum_scale(step, targets[0]) if given[0] is None else 1.0)
             flat = [
                 _scaled(gradient, scale) if is_variable else gradient
                 for gradient, is_variable in zip(tf.nest.flatten(gradients), are_variables)
@@ -286,9 +319,26 @@ def _is_inner(tape: tf.GradientTape) -> bool:
         return not internals.no_tape_records()
 
 
-def _is_one_number(target: Any) -> bool:
-    shape = tf.convert_to_tensor(target).shape
-    return shape.rank == 0 or shape.num_elements() == 1
+def _jacobian(original: Callable) -> Callable:
+    """A replica's own; if it ends in an optimizer, that weighs it."""
+
+    def jacobian(tape: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+        step = _current_step()
+        if step is None:
+            return original(tape, *args, **kwargs)
+        with step.differentiating():
+            return original(tape, *args, **kwargs)
+
+    return jacobian
+
+
+def _sum_scale(step: _ReplicaStep, target: Any) -> Any:
+    """What brings `target` to the footing of a mean: several losses are differentiated as their sum."""
+    tensor = tf.convert_to_tensor(target)
+    size = tensor.shape.num_elements()
+    if size is None and tensor.shape.rank is None:
+        return tf.where(tf.equal(tf.size(tensor), 1), tf.ones_like(step.sum_scale), step.sum_scale)
+    return tf.ones_like(step.sum_scale) if size == 1 else step.sum_scale
 
 
 def _scaled(gradient: Any, scale: Any) -> Any:
@@ -301,12 +351,14 @@ def _scaled(gradient: Any, scale: Any) -> Any:
 
 
 def _weight(step: _ReplicaStep, target: Any, given: Any) -> Any:
-    """The gradient that flows into `target`. A tensor of several losses is differentiated as their sum."""
+    """The gradient that flows into `target`.
+
+    What is given comes from a loss further on, which is the mean over the replica's samples.
+    """
     tensor = tf.convert_to_tensor(target)
-    weight = tf.cast(step.weight, tensor.dtype)
-    if not _is_one_number(tensor):
-        weight *= tf.cast(step.sum_scale, tensor.dtype)
-    return weight * (tf.ones_like(tensor) if given is None else given)
+    if given is not None:
+        return tf.cast(step.weight, tensor.dtype) * given
+    return tf.cast(step.weight * _sum_scale(step, tensor), tensor.dtype) * tf.ones_like(tensor)
 
 
 def _sum_over_replicas(gradients: list, variables: list) -> list:
@@ -338,7 +390,8 @@ def _aggregate_gradients(original: Callable) -> Callable:
                 "tf.range loop; they cannot be combined over replicas in one step. Take all of them inside, "
                 "or all of them outside."
             )
-        if step.has_global_gradients:
+        are_inner = [any(gradient is inner for inner in step.inner_gradients) for gradient, _ in grads_and_vars]
+        if step.has_global_gradients and not any(are_inner):
             return grads_and_vars
         # The gradient came from somewhere else than a tape, so it is weighed here.
         weighed = [(_scaled(gradient, step.weight), variable) for gradient, variable in grads_and_vars]
@@ -421,9 +474,11 @@ def _update_reduction(original: Callable) -> Callable:
         step = _current_step()
         if step is not None and sample_weight is None and not internals.sums(metric):
             number = tf.convert_to_tensor(values) if not isinstance(values, tf.RaggedTensor) else values
-            if number.shape.rank == 0 and number.dtype.is_floating:
-                # One number for the whole batch: a loss. It weighs as much as the samples it is the mean of.
+            # One number for the whole batch: a loss. It weighs as much as the samples it is the mean of.
+            if number.dtype.is_floating and number.shape.rank in (0, None):
                 sample_weight = 1.0 / tf.cast(step.sum_scale, number.dtype)
+                if number.shape.rank is None:
+                    sample_weight = tf.where(tf.equal(tf.rank(number), 0), sample_weight, tf.ones_like(sample_weight))
         return original(metric, values, sample_weight)
 
     return update_state

@@ -73,7 +73,7 @@ class DistributedFeeder:
             the same on any number of replicas and workers.
         workers: Processes that make the batches: of a Sequence, of an object that gives samples by number (each
             batch made once, in order), or of a generator function that takes `worker_id` and `num_workers` and
-            gives its part; any other generator function runs in one. 0: a thread of this process. NumPy's and
+            gives its part; any other generator function takes `workers=1`. 0: a thread of this process. NumPy's and
             Python's random state in a worker depend on (seed, epoch, batch number), for generators on (seed,
             epoch, worker). The processes live until the feeder is closed or gone.
         start_method: "spawn" (None) starts new interpreters; "fork" copies this process, which may deadlock

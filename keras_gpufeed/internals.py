@@ -49,6 +49,12 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "fit": (tf.keras.Model, "fit"),
     "evaluate": (tf.keras.Model, "evaluate"),
     "predict": (tf.keras.Model, "predict"),
+    # One batch at a time, which Keras splits without exactness.
+    "train_on_batch": (tf.keras.Model, "train_on_batch"),
+    "test_on_batch": (tf.keras.Model, "test_on_batch"),
+    "single_batch_iterator": (data_adapter, "single_batch_iterator"),
+    # `BackupAndRestore` looks whether it stopped at the last step of an epoch, and fails where that is unknown.
+    "initial_counters": (training.Model, "_maybe_load_initial_counters_from_ckpt"),
     # Keras refuses to compile a model that was moved and then got another layer.
     "compile": (tf.keras.Model, "compile"),
     # `BackupAndRestore` sets the first epoch and step on the handler after our adapter exists.
@@ -63,6 +69,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "num_replicas_in_sync": (distribute_lib.StrategyBase, "num_replicas_in_sync"),
     # The gradient is where a replica's loss is weighed: before layers that talk across replicas.
     "gradient": (tf.GradientTape, "gradient"),
+    # It takes gradients in a loop of its own, in which replicas cannot meet.
+    "jacobian": (tf.GradientTape, "jacobian"),
     "aggregate_gradients": (keras_optimizer.Optimizer, "aggregate_gradients"),
     "aggregate_gradients_legacy": (optimizer_v2.OptimizerV2, "_aggregate_gradients"),
     # A `Loss` object used by hand refuses its default reduction under any strategy.
@@ -124,6 +132,11 @@ def argument_names(method: Callable) -> list[str]:
     return [
         name for name, argument in inspect.signature(method).parameters.items() if argument.kind != argument.VAR_KEYWORD
     ]
+
+
+def forget_first_step(handler: data_adapter.DataHandler) -> None:
+    """The next epoch begins at its beginning."""
+    handler._initial_step = 0
 
 
 def set_steps(handler: data_adapter.DataHandler, steps: int | None) -> None:
@@ -426,6 +439,11 @@ def num_replicas(strategy: tf.distribute.Strategy) -> int:
     return strategy.extended._num_replicas_in_sync
 
 
+def default_strategy() -> tf.distribute.Strategy:
+    """The strategy that stands for "none", also inside the scope of another."""
+    return distribute_lib._get_default_strategy()
+
+
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """True for the strategy that stands for "none"."""
     return isinstance(strategy, distribute_lib._DefaultDistributionStrategy)
@@ -481,8 +499,9 @@ def python_of(function: Any) -> Callable | None:
         function: The `tf.function`.
     """
     python_function = function.python_function
-    if (getattr(python_function, "__module__", None) or "").partition(".")[0] in ("keras", "tensorflow"):
-        return None
+    module = getattr(python_function, "__module__", None) or ""
+    if inspect.isroutine(python_function) and module.partition(".")[0] in ("keras", "tensorflow"):
+        return None  # Not so for a model or a loss, which is callable but no function.
     if not function._autograph:
         return python_function
     return autograph_util.py_func_from_autograph(python_function, function._experimental_autograph_options)
@@ -564,7 +583,9 @@ def settle_on(owner: Any, strategy: tf.distribute.Strategy) -> None:
     if hasattr(owner, "_distribution_strategy"):
         owner._distribution_strategy = strategy
     if isinstance(owner, tf.keras.Model):
+        trainable = owner._compiled_trainable_state  # What was trainable when the model was compiled counts.
         owner._reset_compile_cache()  # Functions traced so far hold the old variables.
+        owner._compiled_trainable_state.update(trainable)
 
 
 def look_up_update_again(metric: Any) -> None:

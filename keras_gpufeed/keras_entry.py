@@ -25,7 +25,7 @@ from .errors import SourceError, StrategyError
 from .exact import agree_on_statistics
 from .feeder import DistributedFeeder
 from .meter import FeedMeter
-from .pipeline import Pipeline
+from .pipeline import Pipeline, iterate_one_step
 from .promotion import distribute, follow_shared_layers, move_along, was_moved
 from .streams import Batch, Failure
 
@@ -40,6 +40,10 @@ def install() -> None:
     internals.attach("enumerate_epochs", _enumerate_epochs)
     internals.attach("steps", _steps)
     internals.attach("compile", _compile)
+    internals.attach("initial_counters", _initial_counters)
+    internals.attach("single_batch_iterator", _single_batch_iterator)
+    for name in ("train_on_batch", "test_on_batch"):
+        internals.attach(name, _on_batch)
     for name in ("fit", "evaluate", "predict"):
         internals.attach(name, _entry)
 
@@ -123,6 +127,37 @@ def _compile(original: Callable) -> Callable:
         return original(model, *args, **kwargs)
 
     return compile
+
+
+def _initial_counters(original: Callable) -> Callable:
+    def initial_counters(model: tf.keras.Model, steps_per_epoch: int | None, initial_epoch: int) -> Any:
+        # A step in the middle of an epoch of unknown length: at its end the source says so.
+        return original(model, steps_per_epoch or 0, initial_epoch)
+
+    return initial_counters
+
+
+def _on_batch(original: Callable) -> Callable:
+    def on_batch(model: tf.keras.Model, *args: Any, **kwargs: Any) -> Any:
+        if not was_moved(model):
+            return original(model, *args, **kwargs)
+        _active.feeds_single_batches = True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            _active.feeds_single_batches = False
+
+    return on_batch
+
+
+def _single_batch_iterator(original: Callable) -> Callable:
+    def single_batch_iterator(strategy: tf.distribute.Strategy, *args: Any, **kwargs: Any) -> Iterator:
+        if not getattr(_active, "feeds_single_batches", False) or strategy.num_replicas_in_sync == 1:
+            return original(strategy, *args, **kwargs)
+        (data,) = original(internals.default_strategy(), *args, **kwargs)
+        return iterate_one_step(data if isinstance(data, tuple) else (data,), strategy)
+
+    return single_batch_iterator
 
 
 def _holds_feeder(value: Any) -> bool:
@@ -367,6 +402,7 @@ def _say_what_was_done(feeder: DistributedFeeder, strategy: tf.distribute.Strate
     if not _logger.hasHandlers():  # Logging was not set up: a move to other devices is not to pass in silence.
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # Logging may be set up later on.
         _logger.addHandler(handler)
         _logger.setLevel(logging.INFO)
     devices = strategies.describe_devices(strategy)
@@ -547,6 +583,10 @@ class FeedAdapter(internals.DataAdapter):
         """True if a streaming feeder has a batch for the epoch that is to begin."""
         return self._stream.num_ready(self._epoch, self._steps_taken, 1) > 0
 
+    def resumes_at_end_of_epoch(self) -> bool:
+        """True if the run that is resumed had done all steps of its epoch, and only the source could tell."""
+        return self._first[1] > 0 and not self.has_another_epoch() and self._stream.has_ended_pass()
+
     def on_epoch_end(self) -> None:
         """Keras calls this when an epoch has been trained, or an evaluation is over."""
         self._epoch += 1
@@ -616,6 +656,10 @@ def _enumerate_what_there_is(epochs: Iterator, handler: Any, adapter: FeedAdapte
     for number, item in enumerate(epochs):
         if adapter.is_streaming:
             internals.set_steps(handler, adapter.get_size())
+            if number == 0 and adapter.resumes_at_end_of_epoch():
+                internals.forget_first_step(handler)
+                adapter.on_epoch_end()
+                continue
             if not adapter.has_another_epoch():
                 _logger.warning("The source has ended after %d epoch(s); training ends there.", number)
                 return

@@ -12,6 +12,8 @@ their own, that happens here, so that each part can be copied to its device ahea
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -26,12 +28,13 @@ from . import strategy as strategies
 from .batch_sources import takes
 from .order import sample_seeds
 from .overrides import Override, place_overrides, split_for
-from .plan import BatchPlan, Split
+from .plan import BatchPlan, Split, split_batch
 from .splitting import as_keras_does, part_of
 
 _stream_ids = itertools.count()
 _UNBOUNDED = (1 << 62) - 1
 _streams: dict[int, Any] = {}  # Those that an iterator reads.
+_recent_graphs: collections.deque = collections.deque(maxlen=32)  # For feeders of the same type: tracing takes time.
 
 
 def _cut(split: Split) -> tuple[np.ndarray, np.ndarray]:
@@ -126,35 +129,60 @@ class Pipeline(internals.DistributedDataset):
 
     def _graph_for(self, stream: Any, monitored: bool) -> _Graph:
         """A graph whose batch type admits the stream's; generators may give other shapes from run to run."""
-        spec = stream.element_spec
+        spec, plan = stream.element_spec, self.plan
         for graph in self._graphs:
-            if graph.monitored == monitored and _admits(graph.batch_spec, spec):
+            if graph.settings.monitored == monitored and _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides, self._split_ahead, monitored)
+        settings = _Settings(
+            plan.num_replicas,
+            self._split_ahead,
+            plan.even and self._split_ahead,
+            monitored,
+            self._transforms,
+            plan.prefetch if self._transforms else 0,
+            self._seed,
+            self._overrides,
+        )
+        for recent in _recent_graphs:
+            if recent.is_for(spec, settings):
+                self._graphs.append(recent)
+                return recent
+        graph = _Graph(spec, settings)
+        if not (settings.transforms or settings.overrides):  # What is the user's goes with the feeder.
+            _recent_graphs.append(graph)
         self._graphs.append(graph)
         return graph
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What a graph depends on, besides the type of a batch."""
+
+    num_replicas: int
+    split_ahead: bool
+    even: bool
+    monitored: bool
+    transforms: tuple[Callable, ...]
+    prefetch: int
+    seed: int | None
+    overrides: tuple[Override, ...]
 
 
 class _Graph:
     """The traced `tf.data` graph, with the stream's number as its input."""
 
-    def __init__(
-        self,
-        batch_spec: Any,
-        plan: BatchPlan,
-        transforms: tuple[Callable, ...],
-        seed: int | None,
-        overrides: tuple[Override, ...],
-        split_ahead: bool,
-        monitored: bool,
-    ) -> None:
-        self._split_ahead = split_ahead
-        self.batch_spec, self._plan, self._transforms, self._seed = batch_spec, plan, transforms, seed
-        self.monitored = monitored
-        self._overrides = place_overrides(overrides, batch_spec)
+    def __init__(self, batch_spec: Any, settings: _Settings) -> None:
+        self.batch_spec, self.settings = batch_spec, settings
+        self._overrides = place_overrides(settings.overrides, batch_spec)
         number = tf.TensorSpec((), tf.int64)
         # The public pair to_variant / from_variant lets a traced function make data sets.
         self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
+
+    def is_for(self, batch_spec: Any, settings: _Settings) -> bool:
+        """True if it is what would be traced for the arguments."""
+        return (
+            settings == self.settings and _admits(batch_spec, self.batch_spec) and _admits(self.batch_spec, batch_spec)
+        )
 
     def dataset(self, stream_id: int) -> tf.data.Dataset:
         """The steps of a stream: batches with how to split them, or their parts, replica after replica."""
@@ -164,13 +192,14 @@ class _Graph:
     def _trace(self, stream_id: tf.Tensor) -> tf.Tensor:
         dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
         dataset = dataset.take_while(lambda data, parts, *_: parts[0, 1] > 0)
-        for transform in self._transforms:
-            apply = functools.partial(_apply, transform, stream_id if self.monitored else None)
-            dataset = dataset.map(apply, num_parallel_calls=max(1, self._plan.prefetch))
-        if self._plan.num_replicas == 1:
+        settings = self.settings
+        for transform in settings.transforms:
+            apply = functools.partial(_apply, transform, stream_id if settings.monitored else None)
+            dataset = dataset.map(apply, num_parallel_calls=max(1, settings.prefetch))
+        if settings.num_replicas == 1:
             dataset = dataset.map(lambda data, *_: as_keras_does(data))
-        elif self._split_ahead:
-            dataset = dataset.flat_map(self._deal)
+        elif settings.split_ahead:
+            dataset = dataset.flat_map(functools.partial(_deal, settings.even))
         options = tf.data.Options()
         options.deterministic = True
         # Rewriting and tuning the graph costs more time at each start than it gains with one call per step.
@@ -183,31 +212,47 @@ class _Graph:
     def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
         specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
         dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float64]
-        if self._seed is not None:
+        num_replicas, seed = self.settings.num_replicas, self.settings.seed
+        if seed is not None:
             dtypes.append(tf.int32)
         read = functools.partial(
-            _read_stream,
-            num_replicas=self._plan.num_replicas,
-            specs=specs,
-            seed=self._seed,
-            overrides=self._overrides,
+            _read_stream, num_replicas=num_replicas, specs=specs, seed=seed, overrides=self._overrides
         )
         tensors = tf.numpy_function(read, [stream_id, step], dtypes)
         arrays, (parts, shares, *seeds) = tensors[: len(specs)], tensors[len(specs) :]
         for array, spec in zip(arrays, specs):
             array.set_shape(spec.shape)
-        parts.set_shape((self._plan.num_replicas, 2))
-        shares.set_shape((self._plan.num_replicas, 3))
-        for seed in seeds:
-            seed.set_shape((None, 2))
+        parts.set_shape((num_replicas, 2))
+        shares.set_shape((num_replicas, 3))
+        for one in seeds:
+            one.set_shape((None, 2))
         return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares, *seeds
 
-    def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
-        def deal(replica: tf.Tensor) -> tuple:
-            part = part_of(data, parts, replica)
-            return part if self._plan.even else (part, shares[replica])
 
-        return tf.data.Dataset.range(self._plan.num_replicas).map(deal)
+def iterate_one_step(data: tuple, strategy: tf.distribute.Strategy) -> Iterator:
+    """One batch that is there already, split for the replicas.
+
+    Args:
+        data: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, of tensors.
+        strategy: Where it goes.
+    """
+    devices = internals.replica_devices(strategy)
+    split = split_batch(int(_num_samples(tf.nest.flatten(data)[0])), len(devices))
+    dataset = tf.data.Dataset.from_tensors((data, *_cut(split)))
+    if not internals.share_memory_with_host(devices):
+        dataset = dataset.flat_map(functools.partial(_deal, False))
+    # All batches are taken for uneven ones, so that a step is traced but once.
+    return internals.iterate_on_devices(
+        dataset, devices, prefetch=0, even=False, predicting=False, small_tails=True, monitored=False
+    )
+
+
+def _deal(even: bool, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
+    def deal(replica: tf.Tensor) -> tuple:
+        part = part_of(data, parts, replica)
+        return part if even else (part, shares[replica])
+
+    return tf.data.Dataset.range(parts.shape[0]).map(deal)
 
 
 def _num_samples(component: Any) -> tf.Tensor:
@@ -231,6 +276,8 @@ def _apply(
             seconds = tf.timestamp() - began
         with tf.control_dependencies([tf.numpy_function(_note_transform, [monitored_id, seconds], [])]):
             transformed = tf.nest.map_structure(tf.identity, transformed)
+    if isinstance(transformed, list):  # tf.data would make one tensor of it.
+        transformed = tuple(transformed)
     if not isinstance(transformed, tuple):
         transformed = (transformed,)
     for component in tf.nest.flatten(transformed):

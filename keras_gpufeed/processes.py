@@ -290,8 +290,12 @@ def _rebuild(where: str, pickled: bytes | None, title: str, text: str) -> Failur
     if pickled is not None:
         try:
             error = pickle.loads(pickled)
+            if isinstance(error, tuple):
+                kind, args, attributes = error
+                error = kind.__new__(kind, *args)
+                error.__dict__.update(attributes)
         except Exception:
-            error = None  # Such as one whose __init__ takes other arguments than its `args`.
+            error = None  # Its class is unknown here, or it holds what cannot be sent.
     if not isinstance(error, Exception) or headline(error) != title:
         error = SourceError(
             f"The source raised {title}. The exception itself cannot be passed on between processes; "

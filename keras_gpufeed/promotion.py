@@ -69,8 +69,6 @@ def distribute(model: tf.keras.Model, strategy: tf.distribute.Strategy | None = 
             f"moved to one of {strategy.num_replicas_in_sync}. Save it and load it again, or rebuild it, "
             "outside any strategy scope."
         )
-    if home is None:
-        _moved.add(model)
     _move(model, strategy)
     return model
 
@@ -98,6 +96,8 @@ def _move(model: tf.keras.Model, strategy: tf.distribute.Strategy) -> None:
     _move_variables(to_move, strategy)
     for owner in owners:
         internals.look_up_update_again(owner)
+        if isinstance(owner, tf.keras.Model) and internals.lives_on(owner) is None:
+            _moved.add(owner)
         if to_move or internals.lives_on(owner) is not strategy:
             internals.settle_on(owner, strategy)
     if is_first and strategy.num_replicas_in_sync > 1:

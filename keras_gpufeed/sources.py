@@ -72,8 +72,9 @@ class ArraySource:
         if len(set(lengths.values())) > 1:
             raise SourceError(
                 "All arrays must have the same number of samples along their first axis. Received "
-                f"{', '.join(f'{name}: {length}' for name, length in lengths.items())}. "
-                "Check that inputs and targets were filtered in the same way."
+                f"{', '.join(f'{name}: {length}' for name, length in list(lengths.items())[:10])}. "
+                "Check that inputs and targets were filtered in the same way. A list or tuple of arrays is several "
+                "inputs; if each is a sample of its own length, make lists of them, and pass padding_value=."
             )
         self.num_samples: int = next(iter(lengths.values()))
         if self.num_samples == 0:
@@ -273,7 +274,9 @@ def _make_component(value: Any, name: str, padding_value: float | None) -> Any:
     elif kind == "pandas" and hasattr(value, "columns"):
         return _make_frame_component(value, name)
     elif kind == "pandas":
-        value = np.expand_dims(value.to_numpy(), -1)  # (n, 1), as Keras does.
+        value = value.to_numpy()
+        if not are_sequences(value):
+            value = np.expand_dims(value, -1)  # (n, 1), as Keras does.
     if not isinstance(value, np.ndarray):
         if all(hasattr(value, attribute) for attribute in ("shape", "dtype", "__getitem__", "__len__")):
             _check_array(value, name, value)
@@ -422,8 +425,12 @@ def _to_structure(value: Any, name: str) -> Any:
 def _is_numbers(value: Any) -> bool:
     """True for a list of numbers or strings, or of such lists: data, not structure."""
     if isinstance(value, list):
-        return bool(value) and all(_is_numbers(item) for item in value)
+        return bool(value) and all(_is_numbers(item) or _is_empty_list(item) for item in value)
     return isinstance(value, (int, float, complex, str, bytes, np.generic))
+
+
+def _is_empty_list(value: Any) -> bool:
+    return isinstance(value, list) and not value
 
 
 def _paths(structure: tuple) -> list[tuple]:

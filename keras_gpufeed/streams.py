@@ -229,6 +229,11 @@ class BatchStream:
                 self.failure.raise_again()
             return min(wanted, end - done)
 
+    def has_ended_pass(self) -> bool:
+        """True if a pass has ended."""
+        with self._changed:
+            return bool(self._pass_ends)
+
     def allow_next_epoch(self) -> None:
         """Says that an epoch has been trained."""
         if self._steps_per_epoch is None and self._source.num_batches is not None:
@@ -288,7 +293,7 @@ class BatchStream:
             if not self._source.can_repeat:
                 return
             self._settle_type()
-            if self._num_given == num_before:
+            if self._num_given == num_before and not start:
                 raise SourceError(
                     f"The source gave no batch in epoch {epoch} (counted from 0). A generator function must return a "
                     "fresh iterator at each call."

@@ -309,11 +309,20 @@ def _seed_random(*key: int) -> None:
 def _failure(error: BaseException, text: str) -> tuple[Any, ...]:
     pickled = None
     if isinstance(error, Exception) and not isinstance(error, StopIteration):  # A generator cannot raise it.
-        try:
-            pickled = pickle.dumps(error)
-        except Exception:
-            pickled = None
+        pickled = _pickled(error)
     return "failed", pickled, headline(error), text
+
+
+def _pickled(error: Exception) -> bytes | None:
+    """The exception; or its class, arguments and attributes, where its `__init__` takes others; or None."""
+    for parts in (error, (type(error), error.args, error.__dict__)):
+        try:
+            pickled = pickle.dumps(parts)
+            pickle.loads(pickled)
+        except Exception:
+            continue
+        return pickled
+    return None
 
 
 def _describe(error: BaseException) -> str:

@@ -66,3 +66,23 @@ class KilledOnce(Samples):
             open(self.marker, "w").close()
             os.kill(os.getpid(), 9)
         return super().__getitem__(number)
+
+
+class UnreadableError(Exception):
+    """Takes other arguments than it passes on."""
+
+    def __init__(self, path, code):
+        super().__init__(f"{path}: {code}")
+        self.path = path
+
+
+class Unreadable:
+    """Samples by number, of which one cannot be read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        if number == 5:
+            raise UnreadableError("a.npy", 5)
+        return np.float32([number])
