@@ -120,7 +120,7 @@ def _run(original: Callable) -> Callable:
         kwargs: Any = None,
         options: Any = None,
     ) -> Any:
-        fed = next((arg for arg in tf.nest.flatten((args, kwargs)) if isinstance(arg, FedElement)), None)
+        fed = _find_fed((args, kwargs))
         if fed is None:
             return original(strategy, fn, args, kwargs, options)
         converted = internals.convert_for_graph(fn)
@@ -143,6 +143,14 @@ def _run(original: Callable) -> Callable:
         return _combine(outputs, fed, num_replicas)
 
     return run
+
+
+def _find_fed(value: Any) -> FedElement | None:
+    """The first fed element in the arguments, whatever else they hold: `tf.nest` refuses some dicts of users."""
+    if isinstance(value, (tuple, list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return next((found for found in map(_find_fed, items) if found is not None), None)
+    return value if isinstance(value, FedElement) else None
 
 
 def _combine(outputs: Any, fed: FedElement, num_replicas: int) -> Any:

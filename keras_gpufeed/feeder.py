@@ -27,10 +27,11 @@ from .errors import SourceError
 from .loops import LoopDataset, Passes, parts_of_steps, steps_of
 from .measuring import FeedRates, measure
 from .overrides import Override, WithExtras, is_for_each_sample
-from .pipeline import Pipeline, as_keras_does
+from .pipeline import Pipeline
 from .plan import BatchPlan, split_batch, strategy_name
 from .side_by_side import SideBySide
 from .sources import ArraySource, EveryNthSample, SampleRange
+from .splitting import as_keras_does
 from .streams import BatchStream, SampleStream
 
 _logger = logging.getLogger("keras_gpufeed")

@@ -1,6 +1,6 @@
 """The one place that touches private parts of TensorFlow and Keras.
 
-Flow:   errors -> plan -> order -> stamps -> [internals] -> sources -> ...
+Flow:   errors -> plan -> order -> splitting -> stamps -> [internals] -> sources -> ...
 Owns:   every import from `tensorflow.python` and `keras.src` and every use of their private attributes, each
         with its reason. Read in TensorFlow 2.15.1 and Keras 2.15.0; `setup.cfg` admits no other minor version.
 Leaves: what to do at these places (exact, promotion, keras_entry), so that this file decides nothing.
@@ -37,6 +37,7 @@ from tensorflow.python.framework import composite_tensor, kernels, type_spec
 from tensorflow.python.types import distribute as distribute_types
 from tensorflow.python.util import nest
 
+from .splitting import as_keras_does, part_of
 from .stamps import step_stamps
 
 Wrapper = Callable[[Callable], Callable]
@@ -227,29 +228,30 @@ class _FedOptional:
     """The next `FedElement`, if there is one; loops over an iterator in a `tf.function` ask for it.
 
     Args:
-        optionals: TensorFlow's, one for each device.
-        make_element: Makes the element of their values.
+        inner: TensorFlow's: one, or a list of one for each device.
+        make_element: Makes the element of what it holds.
     """
 
-    def __init__(self, optionals: list, make_element: Callable) -> None:
-        self._optionals, self._make_element = optionals, make_element
+    def __init__(self, inner: Any, make_element: Callable) -> None:
+        self._inner, self._make_element = inner, make_element
 
     def has_value(self) -> tf.Tensor:
-        return self._optionals[0].has_value()
+        return tf.nest.flatten(self._inner)[0].has_value()
 
     def get_value(self) -> Any:
-        return self._make_element([optional.get_value() for optional in self._optionals])
+        return self._make_element(tf.nest.map_structure(lambda optional: optional.get_value(), self._inner))
 
 
 class FeedIterator(composite_tensor.CompositeTensor, distribute_types.DistributedIteratorInterface):
-    """Iterates a data set whose consecutive elements go to consecutive devices, with a buffer on each.
+    """Iterates the steps of a feed on several devices.
 
     The public way, `distribute_datasets_from_function`, fixes the buffers to one element and answers a
     finite data set with a branch that makes up empty batches.
 
     Args:
-        inner: TensorFlow's iterator over the devices, or over the batches for the default strategy.
-        even: True if elements are `data`, False if they are `(data, shares)`.
+        inner: TensorFlow's iterator: of batches with how to split them; or of parts for each device in turn.
+        devices: The devices to split batches for; empty if that has been done.
+        even: True if parts go without shares.
         predicting: Passed on to the elements.
         small_tails: Passed on to the elements.
         monitored: True if steps note how long they waited for data.
@@ -257,8 +259,11 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     on_end: Callable[[], None] | None = None  # Called when the data has ended or failed; may raise.
 
-    def __init__(self, inner: Any, even: bool, predicting: bool, small_tails: bool, monitored: bool) -> None:
-        self._inner, self._even, self._predicting, self._small_tails = inner, even, predicting, small_tails
+    def __init__(
+        self, inner: Any, devices: tuple[str, ...], even: bool, predicting: bool, small_tails: bool, monitored: bool
+    ) -> None:
+        self._inner, self._devices = inner, devices
+        self._even, self._predicting, self._small_tails = even, predicting, small_tails
         self._monitored = monitored
 
     def __next__(self) -> Any:
@@ -285,8 +290,10 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         return self._make_element(self._note_wait(began, elements))
 
     def _make_element(self, elements: Any) -> Any:
-        if not self._is_dealt:
+        if len(self._devices) == 1:
             return elements
+        if self._devices:
+            elements = [self._deal(replica, *elements) for replica in range(len(self._devices))]
         if len(elements) == 1:
             return elements[0]
         if self._even:
@@ -296,20 +303,17 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     def _note_wait(self, began: tf.Tensor, elements: Any) -> Any:
         flat = tf.nest.flatten(elements, expand_composites=True)
-        now = step_stamps(self._num_replicas(elements)).note_wait(began, flat)
+        now = step_stamps(len(self._devices) or len(elements)).note_wait(began, flat)
         if not tf.executing_eagerly():
             # Computing begins after the clock was read; else the reading waits for a thread that computes.
             with tf.control_dependencies([now]):
                 flat = [_identity_where_it_is(tensor) for tensor in flat]
         return tf.nest.pack_sequence_as(elements, flat, expand_composites=True)
 
-    def _num_replicas(self, elements: Any) -> int:
-        return len(elements) if self._is_dealt else 1
-
-    @property
-    def _is_dealt(self) -> bool:
-        """False for the default strategy, whose iterator gives whole batches."""
-        return isinstance(self._inner, multi_device_iterator_ops.OwnedMultiDeviceIterator)
+    def _deal(self, replica: int, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: Any) -> Any:
+        with tf.device(self._devices[replica]):
+            part = part_of(data, parts, replica)
+            return part if self._even else (part, shares[replica])
 
     def get_next_as_optional(self) -> Any:
         """The next element, or that there is none; `for` loops in a `tf.function` use it."""
@@ -317,13 +321,16 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     @property
     def element_spec(self) -> Any:
-        """The type of one replica's element."""
-        return self._inner.element_spec
+        """The type of one replica's data."""
+        spec = self._inner.element_spec
+        if len(self._devices) > 1:
+            return as_keras_does(spec[0])
+        return spec if self._devices or self._even else spec[0]
 
     @property
     def _type_spec(self) -> _FeedIteratorSpec:
         flags = (self._even, self._predicting, self._small_tails, self._monitored)
-        return _FeedIteratorSpec(self._inner._type_spec, *flags)
+        return _FeedIteratorSpec(self._inner._type_spec, self._devices, *flags)
 
 
 def _identity_where_it_is(tensor: tf.Tensor) -> tf.Tensor:
@@ -334,7 +341,7 @@ def _identity_where_it_is(tensor: tf.Tensor) -> tf.Tensor:
 class _FeedIteratorSpec(type_spec.TypeSpec):
     """Lets the iterator be an argument of a `tf.function`."""
 
-    def __init__(self, inner: type_spec.TypeSpec, *flags: bool) -> None:
+    def __init__(self, inner: type_spec.TypeSpec, *flags: Any) -> None:
         self._inner, self._flags = inner, flags
 
     value_type = property(lambda self: FeedIterator)
@@ -353,7 +360,16 @@ class _FeedIteratorSpec(type_spec.TypeSpec):
 def iterate_on_devices(
     dataset: tf.data.Dataset, devices: tuple[str, ...], prefetch: int, **flags: bool
 ) -> FeedIterator:
-    """Deals the elements of `dataset` to `devices`, with one of `prefetch` on each device and the rest on the host."""
+    """Iterates the steps of a feed, with `prefetch` of them made ahead.
+
+    Args:
+        dataset: Steps whole where `share_memory_with_host`; else their parts for one device after the other.
+        devices: Of the replicas.
+        prefetch: Global batches to make ahead; where devices have memory of their own, one of them is there.
+        **flags: As for `FeedIterator`.
+    """
+    if share_memory_with_host(devices):
+        return FeedIterator(iter(dataset.prefetch(prefetch)), devices, **flags)
     inner = multi_device_iterator_ops.OwnedMultiDeviceIterator(
         dataset,
         devices=devices,
@@ -361,7 +377,12 @@ def iterate_on_devices(
         max_buffer_size=max(prefetch - 1, 1),
         prefetch_buffer_size=min(prefetch, 1),
     )
-    return FeedIterator(inner, **flags)
+    return FeedIterator(inner, (), **flags)
+
+
+def share_memory_with_host(devices: tuple[str, ...]) -> bool:
+    """True if tensors need no copy to get to any of the devices."""
+    return all("GPU" not in device for device in devices)
 
 
 def timestamp_after(tensors: list) -> tf.Tensor:
@@ -504,7 +525,7 @@ def become(variable: tf.Variable, replacement: tf.Variable) -> None:
     """Turns `variable`, the object, into what `replacement` is.
 
     Whoever holds the object (layers, optimizer slots, closures of regularisers) then holds the replacement.
-    Its unique id stays, because optimizers find their slots by it. The first component keeps the memory, if
+    Its name stays, and its unique id, by which optimizers find their slots. The first component keeps the memory, if
     it is on the right device: a `tf.function` of the user's that was traced before reads it by its handle.
 
     Args:
@@ -512,15 +533,19 @@ def become(variable: tf.Variable, replacement: tf.Variable) -> None:
         replacement: A variable of the same value made under a strategy: distributed, or an ordinary one on the
             device of a OneDeviceStrategy.
     """
-    unique_id, handle = variable._unique_id, variable.handle
-    primary = replacement._primary if is_distributed(replacement) else replacement
+    unique_id, handle, name = variable._unique_id, variable.handle, variable.name.partition(":")[0]
+    components = replacement.values if is_distributed(replacement) else (replacement,)
+    for replica, component in enumerate(components):
+        component._handle_name = f"{name}/replica_{replica}:0" if replica else f"{name}:0"
+    primary = components[0]
     if handle.device == primary.handle.device:
         primary._handle = handle
     primary._unique_id = unique_id
     variable.__class__ = type(replacement)
     variable.__dict__ = replacement.__dict__
-    if is_distributed(variable):  # Components refer to their container.
-        for component in variable.values:
+    if is_distributed(variable):
+        variable._common_name = name
+        for component in components:  # They refer to their container.
             component.handle._distributed_container = weakref.ref(variable)
 
 

@@ -17,8 +17,9 @@ import tensorflow as tf
 from . import internals
 from .errors import SourceError
 from .overrides import Override, place_overrides, split_for
-from .pipeline import Pipeline, as_keras_does
+from .pipeline import Pipeline
 from .plan import Split
+from .splitting import as_keras_does
 from .streams import BatchStream, SampleStream
 
 

@@ -6,7 +6,8 @@ Leaves: which batch comes when (streams), where it is cut (plan), what Keras doe
 
 The graph is traced once and then serves every iterator: where a stream starts and what it reads is looked up by
 number in Python, so neither an epoch, nor a second `fit`, nor a resumed run traces anything. One call into Python
-brings one global batch; it is cut for the replicas by slices that share its memory.
+brings one global batch; it is cut for the replicas by slices that share its memory. Where devices have memory of
+their own, that happens here, so that each part can be copied to its device ahead; else in the step itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .batch_sources import takes
 from .order import sample_seeds
 from .overrides import Override, place_overrides, split_for
 from .plan import BatchPlan, Split
+from .splitting import as_keras_does, part_of
 
 _stream_ids = itertools.count()
 _UNBOUNDED = (1 << 62) - 1
@@ -68,6 +70,9 @@ class Pipeline(internals.DistributedDataset):
     ) -> None:
         self.plan, self.strategy = plan, strategy
         self._transforms, self._predicting, self._seed, self._overrides = transforms, predicting, seed, overrides
+        is_default = internals.is_default(strategy)
+        self._devices = strategies.first_device() if is_default else internals.replica_devices(strategy)
+        self._split_ahead = not internals.share_memory_with_host(self._devices)
         self._graphs: list[_Graph] = []
 
     def with_transform(self, function: Callable) -> Pipeline:
@@ -102,16 +107,13 @@ class Pipeline(internals.DistributedDataset):
         dataset = self._graph_for(stream, monitored and bool(self._transforms)).dataset(stream_id)
         plan, stamped = self.plan, monitored and in_steps
         if replay:
-            dataset = dataset.take(plan.num_replicas).cache().repeat()
-        is_default = internals.is_default(self.strategy)
-        if is_default and on_end is None:
+            dataset = dataset.take(plan.num_replicas if self._split_ahead else 1).cache().repeat()
+        if internals.is_default(self.strategy) and on_end is None and not stamped:
             iterator = iter(dataset.prefetch(plan.prefetch))
-            if stamped:
-                iterator = internals.FeedIterator(iterator, plan.even, self._predicting, plan.has_small_tail, stamped)
         else:
             iterator = internals.iterate_on_devices(
                 dataset,
-                strategies.first_device() if is_default else internals.replica_devices(self.strategy),
+                self._devices,
                 plan.prefetch,
                 even=plan.even,
                 predicting=self._predicting,
@@ -128,7 +130,7 @@ class Pipeline(internals.DistributedDataset):
         for graph in self._graphs:
             if graph.monitored == monitored and _admits(graph.batch_spec, spec):
                 return graph
-        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides, monitored)
+        graph = _Graph(spec, self.plan, self._transforms, self._seed, self._overrides, self._split_ahead, monitored)
         self._graphs.append(graph)
         return graph
 
@@ -143,8 +145,10 @@ class _Graph:
         transforms: tuple[Callable, ...],
         seed: int | None,
         overrides: tuple[Override, ...],
+        split_ahead: bool,
         monitored: bool,
     ) -> None:
+        self._split_ahead = split_ahead
         self.batch_spec, self._plan, self._transforms, self._seed = batch_spec, plan, transforms, seed
         self.monitored = monitored
         self._overrides = place_overrides(overrides, batch_spec)
@@ -153,7 +157,7 @@ class _Graph:
         self._make_variant = tf.function(self._trace, input_signature=[number]).get_concrete_function()
 
     def dataset(self, stream_id: int) -> tf.data.Dataset:
-        """The parts of all steps of a stream, replica after replica."""
+        """The steps of a stream: batches with how to split them, or their parts, replica after replica."""
         variant = self._make_variant(tf.constant(stream_id, tf.int64))
         return tf.data.experimental.from_variant(variant, self._element_spec)
 
@@ -165,7 +169,7 @@ class _Graph:
             dataset = dataset.map(apply, num_parallel_calls=max(1, self._plan.prefetch))
         if self._plan.num_replicas == 1:
             dataset = dataset.map(lambda data, *_: as_keras_does(data))
-        else:
+        elif self._split_ahead:
             dataset = dataset.flat_map(self._deal)
         options = tf.data.Options()
         options.deterministic = True
@@ -199,31 +203,17 @@ class _Graph:
         return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares, *seeds
 
     def _deal(self, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
-        def part(replica: tf.Tensor) -> tuple:
-            start, stop = parts[replica, 0], parts[replica, 1]
-            sliced = as_keras_does(tf.nest.map_structure(lambda component: _slice(component, start, stop), data))
-            return sliced if self._plan.even else (sliced, shares[replica])
+        def deal(replica: tf.Tensor) -> tuple:
+            part = part_of(data, parts, replica)
+            return part if self._plan.even else (part, shares[replica])
 
-        return tf.data.Dataset.range(self._plan.num_replicas).map(part)
-
-
-def _slice(component: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    if not isinstance(component, tf.SparseTensor):
-        return component[start:stop]  # Shares the memory of the batch where its address is aligned.
-    sizes = component.shape[1:].as_list()  # Layers want to know them while they are traced.
-    part = tf.sparse.slice(component, [start, *[0] * len(sizes)], [stop - start, *sizes])
-    return tf.SparseTensor(part.indices, part.values, tf.stack([stop - start, *sizes]))
+        return tf.data.Dataset.range(self._plan.num_replicas).map(deal)
 
 
 def _num_samples(component: Any) -> tf.Tensor:
     if isinstance(component, tf.RaggedTensor):
         return component.nrows(tf.int64)
     return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
-
-
-def as_keras_does(data: tuple) -> Any:
-    """A lone input goes to `train_step` by itself, unless it is a tuple: there it could be taken for (x, y)."""
-    return data[0] if len(data) == 1 and not isinstance(data[0], tuple) else data
 
 
 def _apply(

@@ -25,6 +25,8 @@ from .composites import PaddedComponent, are_sequences, make_ragged_component, m
 from .errors import SourceError
 from .items import array_of_objects
 
+_CACHED_BYTES = 1 << 18  # Small enough for the second-level cache of a core.
+
 Samples = Any  # A slice with start and stop, or an int64 array of sample numbers.
 
 
@@ -166,8 +168,7 @@ class _ArrayComponent:
         self._array = array
         self._pool = BufferPool()
         self._dtype = fed_dtype(array.dtype)
-        # `np.take` is the fastest way from scattered samples to a buffer, but it neither casts nor strides.
-        self._can_take = array.flags.c_contiguous and array.dtype == self._dtype
+        self._needs_cast = array.dtype != self._dtype
         self.num_samples = len(array)
         self.spec = tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(self._dtype))
         self.sample_bytes: int | None = math.prod(array.shape[1:]) * self._dtype.itemsize
@@ -178,12 +179,24 @@ class _ArrayComponent:
         else:
             batch_size = len(samples)
         out = self._pool.empty((batch_size, *self._array.shape[1:]), self._dtype)
-        if isinstance(samples, slice) or not self._can_take:
+        if isinstance(samples, slice) or not self._array.flags.c_contiguous:
             np.copyto(out, self._array[samples], casting="same_kind")
+        elif self._needs_cast:
+            self._take_and_cast(samples, out)
         else:
-            # With mode="raise" NumPy fills a second buffer first, in case a number is out of range.
+            # The fastest way from scattered samples to a buffer, but it neither casts nor strides. With
+            # mode="raise" NumPy fills a second buffer first, in case a number is out of range.
             np.take(self._array, samples, axis=0, out=out, mode="clip")
         return out
+
+    def _take_and_cast(self, samples: np.ndarray, out: np.ndarray) -> None:
+        """Some samples at a time, so that they are cast while the processor's cache still holds them."""
+        num_at_once = max(1, _CACHED_BYTES // max(1, self._array.strides[0]))
+        taken = np.empty((min(num_at_once, len(samples)), *self._array.shape[1:]), self._array.dtype)
+        for start in range(0, len(samples), num_at_once):
+            some = samples[start : start + num_at_once]
+            np.take(self._array, some, axis=0, out=taken[: len(some)], mode="clip")
+            np.copyto(out[start : start + len(some)], taken[: len(some)], casting="same_kind")
 
 
 class _StringComponent:

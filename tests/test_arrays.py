@@ -480,3 +480,13 @@ def resident_bytes():
         pytest.skip("the memory of the process is read from /proc")
     (kilobytes,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("RssAnon")]
     return 1024 * int(kilobytes)
+
+
+def test_every_sample_of_a_large_array_is_cast():
+    """A batch of 8 MB is cast piece by piece."""
+    x = np.arange(4000 * 500, dtype="float64").reshape(4000, 500)
+    (batch,) = kg.DistributedFeeder(x, batch_size=4000, seed=1).dataset()
+    assert batch.dtype == "float32"
+    order = np.argsort(batch[:, 0])
+    assert (order != np.arange(4000)).any()
+    np.testing.assert_array_equal(batch.numpy()[order], x)

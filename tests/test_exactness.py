@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import keras_gpufeed as kg
+from keras_gpufeed import internals
 
 layers = tf.keras.layers
 
@@ -294,6 +295,17 @@ def test_double_precision(batch_size):
         assert largest_difference(model, reference) <= 1e-12
     finally:
         tf.keras.backend.set_floatx("float32")
+
+
+def test_parts_that_are_sent_to_the_devices_ahead(monkeypatch):
+    """As where devices have memory of their own, which the virtual ones have not; the last of 13 is a small tail."""
+    monkeypatch.setattr(internals, "share_memory_with_host", lambda devices: False)
+    assert_equal_to_one_device("mlp", 3, [(13, 4, None), (12, 6, None)])
+    x, y = make_data("mlp", 13)
+    model = kg.distribute(mlp(), strategy_of(3))
+    feeder = kg.DistributedFeeder(x, y, batch_size=4)
+    np.testing.assert_allclose(model.predict(feeder, verbose=0), model(x), atol=1e-6)
+    assert model.evaluate(feeder, verbose=0)[0] == pytest.approx(np.mean(np.square(model(x) - y)), rel=1e-5)
 
 
 # --- Losses ------------------------------------------------------------------------------------------------

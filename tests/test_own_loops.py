@@ -135,6 +135,11 @@ def test_the_data_of_a_step_may_be_unpacked_before_it_is_run():
         assert float(strategy.reduce("SUM", mean, axis=None)) == pytest.approx(-float(Y[:3].mean()), rel=1e-5)
 
 
+def test_what_a_feeder_has_not_fed_is_left_to_the_strategy():
+    mixed_keys = {1: 2.0, "b": 3.0}  # Nothing that `tf.nest` takes.
+    assert tf.distribute.get_strategy().run(lambda values: values[1] + values["b"], args=(mixed_keys,)) == 5.0
+
+
 def test_rows_that_a_step_returns_are_gathered_once_each():
     feeder = kg.DistributedFeeder(np.arange(9.0), batch_size=8, shuffle=False)
     strategy = strategy_of(4)

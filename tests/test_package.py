@@ -20,6 +20,7 @@ FLOW = [
     "plan",
     "plan_picture",
     "order",
+    "splitting",
     "meter",
     "stamps",
     "verdict",
