@@ -369,7 +369,7 @@ def test_the_feed_alone():
 def test_the_feed_alone_by_stage():
     generator = kg.DistributedFeeder(napping_batches).measure(seconds=0.3, strategy=strategy_of(2))
     assert generator.source_seconds >= NAP_SECONDS
-    assert generator.step_seconds >= NAP_SECONDS
+    assert generator.step_seconds >= 0.8 * NAP_SECONDS  # The clock may start late in a batch.
     transformed = kg.DistributedFeeder(*repeated(20), batch_size=21, transform=napping_transform)
     assert transformed.measure(seconds=0.3, strategy=strategy_of(2)).transform_seconds >= 2 * NAP_SECONDS
 
