@@ -204,15 +204,6 @@ def nice_ticks(low: float, high: float, number: int = 4) -> list[float]:
     return [round(place * step, 12) for place in range(first, last + 1)]
 
 
-def readable_bytes(num_bytes: float) -> str:
-    """Bytes in the unit that fits, such as "2.41 MB"."""
-    for unit in ("bytes", "KB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} GB"
-
-
 def _scale(low: float, high: float, start: float, stop: float) -> Any:
     factor = (stop - start) / ((high - low) or 1.0)
     return lambda value: start + (value - low) * factor

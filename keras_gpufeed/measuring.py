@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from .charts import readable_bytes
 from .pipeline import Pipeline
+from .plan import readable_bytes
 
 
 @dataclasses.dataclass(frozen=True)

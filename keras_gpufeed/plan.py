@@ -265,7 +265,7 @@ class BatchPlan:
         elif self.global_batch_size is not None:
             rows.append(("a full step", _describe(split_batch(self.global_batch_size, self.num_replicas))))
         if self.bytes_in_flight is not None and self.device_bytes_in_flight is not None:
-            on_host, on_device = _readable_bytes(self.bytes_in_flight), _readable_bytes(self.device_bytes_in_flight)
+            on_host, on_device = readable_bytes(self.bytes_in_flight), readable_bytes(self.device_bytes_in_flight)
             rows.append(
                 ("bytes in flight", f"{on_host} on the host ({self.prefetch} global batches ahead and one in use)")
             )
@@ -446,7 +446,8 @@ def _describe(split: Split) -> str:
     return " + ".join(str(size) for size in split.sizes) + (" samples" if split.num_samples != 1 else " sample")
 
 
-def _readable_bytes(num_bytes: float) -> str:
+def readable_bytes(num_bytes: float) -> str:
+    """Bytes in the unit that fits, such as "2.41 MB"."""
     for unit in ("bytes", "KB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import charts
 from .charts import Curve
+from .plan import readable_bytes
 from .recording import Recording, Span, total
 
 _KINDS = (
@@ -188,7 +189,7 @@ def _tiles(recording: Recording) -> str:
         f"on each of {recording.num_replicas} replicas": _count(rates.samples_per_second / recording.num_replicas),
         "waiting for data": _percent(rates.feed_wait),
         "a step": _ms(rates.step_seconds),
-        "host copies": f"{charts.readable_bytes(rates.copied_bytes / rates.step_seconds)}/s",
+        "host copies": f"{readable_bytes(rates.copied_bytes / rates.step_seconds)}/s",
         "steps measured": f"{rates.num_steps:,}",
     }
     return (
