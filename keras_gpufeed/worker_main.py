@@ -318,10 +318,11 @@ def _pickled(error: Exception) -> bytes | None:
     for parts in (error, (type(error), error.args, error.__dict__)):
         try:
             pickled = pickle.dumps(parts)
-            pickle.loads(pickled)
+            rebuilt = pickle.loads(pickled)
         except Exception:
             continue
-        return pickled
+        if isinstance(rebuilt, tuple) or headline(rebuilt) == headline(error):
+            return pickled
     return None
 
 

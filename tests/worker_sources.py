@@ -161,7 +161,7 @@ class CannotBePickled(Exception):
         self.lock = threading.Lock()
 
 
-class CannotBeRebuilt(Exception):
+class TakesOthers(Exception):
     def __init__(self, path, line):
         super().__init__(f"{path}:{line}")
 
@@ -175,7 +175,7 @@ RAISED = {
     "KeyError": lambda: KeyError("file_17.npy"),
     "OSError": lambda: FileNotFoundError(2, "No such file", "a.png"),
     "CannotBePickled": CannotBePickled,
-    "CannotBeRebuilt": lambda: CannotBeRebuilt("a.png", 3),
+    "TakesOthers": lambda: TakesOthers("a.png", 3),
     "SaysMore": lambda: SaysMore("a.png"),
     "SystemExit": lambda: SystemExit(3),
     "StopIteration": lambda: StopIteration("nothing"),
