@@ -337,7 +337,7 @@ def _check_model(model: tf.keras.Model, name: str, feeder: DistributedFeeder, st
     if step and is_keras_own and loss and len(feeder.source.element_spec) < 2:
         raise SourceError(
             f"The model was compiled with loss={loss!r}, which needs targets, but the feeder holds "
-            "inputs only. Pass y: DistributedFeeder(x, y)."
+            "inputs only. Pass y: DistributedFeeder(x, y). A list of batches goes in as iter(batches)."
         )
     _check_inputs(model, feeder, strategy)
 

@@ -315,7 +315,7 @@ class BatchPlan:
             return "one replica: nothing to weigh"
         if not uneven:
             return "all steps even: no replica weighs more than another"
-        shares = [f"{share:.3g}" for share in uneven[-1].shares]
+        shares = _readable_shares(uneven[-1].shares)
         if self.num_replicas > MOST_SHOWN_ONE_BY_ONE:
             shares = [f"{shares.count(share)} x {share}" for share in dict.fromkeys(shares)]
         return f"uneven steps weigh each replica by its samples: {', '.join(shares)}"
@@ -425,7 +425,7 @@ class SourcesPlan(BatchPlan):
     def _describe_shares(self, first: Split, last: Split) -> str:
         if self.even or self.num_replicas == 1:
             return super()._describe_shares(first, last)
-        shares = ", ".join(f"{share:.3g}" for share in first.shares)
+        shares = ", ".join(_readable_shares(first.shares))
         return f"each replica weighs by its samples of the step: at first {shares}"
 
 
@@ -444,6 +444,15 @@ def _describe(split: Split) -> str:
         sizes = _count(most, "sample") if least == most else f"{least} to {most} samples"
         return f"{sizes} on each of {num_replicas} replicas"
     return " + ".join(str(size) for size in split.sizes) + (" samples" if split.num_samples != 1 else " sample")
+
+
+def _readable_shares(shares: tuple[float, ...]) -> list[str]:
+    """With three digits; or with more, where one that is not 1 would read 1."""
+    for digits in range(3, 17):
+        readable = [f"{share:.{digits}g}" for share in shares]
+        if all((share == 1) == (text == "1") for share, text in zip(shares, readable)):
+            break
+    return readable
 
 
 def readable_bytes(num_bytes: float) -> str:

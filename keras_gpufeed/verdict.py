@@ -20,6 +20,7 @@ _WORTH_SAYING = {"wait": 0.1, "python": 0.25, "replica": 0.1}
 _EXPLAINS = 0.5  # Of a step: in a feed that is the limit, its slowest stage takes about as long as a step.
 _IS_SLOW = 1.2  # Times the median of the other replicas.
 _PYTHONS_BATCHES = 8.0  # How much larger a batch makes Python's part of a step small.
+_FEW_STEPS = 10  # Chance rules fewer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +168,14 @@ def judge(rates: Rates) -> Verdict:
     Returns:
         The verdict.
     """
+    verdict = _judge(rates)
+    if rates.num_steps >= _FEW_STEPS:
+        return verdict
+    few = f" Only {rates.num_steps} step(s) could be measured: train longer before you act on it."
+    return dataclasses.replace(verdict, reason=verdict.reason + few)
+
+
+def _judge(rates: Rates) -> Verdict:
     step = rates.step_seconds
     losses = {"wait": rates.wait_seconds, "python": rates.python_seconds, "replica": rates.skew_seconds}
     losses = {cause: seconds for cause, seconds in losses.items() if seconds >= _WORTH_SAYING[cause] * step}
@@ -276,10 +285,10 @@ def _knob_of_copy(rates: Rates) -> str:
 
 
 def _larger_batches(rates: Rates) -> str:
-    larger = max(1, round(rates.samples_per_step * _PYTHONS_BATCHES))
+    larger = max(1, round((rates.batch_size or rates.samples_per_step) * _PYTHONS_BATCHES))
     return (
-        f"A larger batch, such as batch_size={larger}, would spread it over more samples; where the batch must stay, "
-        "compile(steps_per_execution=...) spares Keras's part."
+        f"A larger batch, such as batch_size={larger} where there are so many samples, would spread it over more of "
+        "them; where the batch must stay, compile(steps_per_execution=...) spares Keras's part."
     )
 
 

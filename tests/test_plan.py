@@ -366,3 +366,8 @@ def assert_mentions_no_tensorflow(module):
     }
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not (imported | used) & {"tensorflow", "tf", "keras"}
+
+
+def test_a_share_that_is_not_one_does_not_read_one():
+    plan = kg.BatchPlan(num_samples=235, global_batch_size=256, num_replicas=4)
+    assert "weigh each replica by its samples: 1.004, 1.004, 1.004, 0.9872" in str(plan)

@@ -100,3 +100,14 @@ def test_words():
         "Steps waited 15.0 of 20.0 ms for data; the source takes 20.0 ms for a batch, the rest of a step 5.0 ms.\n"
         "workers=4 would hide it."
     )
+
+
+def test_few_steps_are_said_to_be_few():
+    few = "Only 4 step(s) could be measured: train longer before you act on it."
+    assert judge(rates(num_steps=4)).reason.endswith(few)
+    assert few not in judge(rates(num_steps=10)).reason
+
+
+def test_a_larger_batch_is_a_multiple_of_the_batch_size():
+    verdict = judge(rates(python_seconds=0.012, samples_per_step=31.3, batch_size=32))
+    assert "batch_size=256 where there are so many samples" in verdict.knob
