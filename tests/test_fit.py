@@ -501,7 +501,7 @@ def test_a_transform_runs_on_global_batches():
         images.astype("float32") / 255, Y, BATCH_SIZE, shuffle=False, verbose=0, class_weight={0: 1.0, 1: 2.0}
     )
     assert_equal(((model, history), (plain, expected)))
-    assert sizes == [8, 8, 5]
+    assert sorted(sizes) == [5, 8, 8]  # Two at once, whose turns chance decides.
 
 
 # --- Failures ----------------------------------------------------------------------------------------------
