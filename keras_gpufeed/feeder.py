@@ -548,7 +548,7 @@ class DistributedFeeder:
             >>> strategy = kg.get_strategy(["CPU:0", "CPU:1"])
             >>> for data in feeder.distributed_dataset(strategy):
             ...     means = strategy.run(tf.reduce_mean, args=(data,))
-            ...     float(strategy.reduce("SUM", means, axis=None))
+            ...     round(float(strategy.reduce("SUM", means, axis=None)), 3)
             2.0
         """
         if strategy is None:
