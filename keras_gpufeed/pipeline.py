@@ -143,7 +143,7 @@ class Pipeline(internals.DistributedDataset):
             self._seed,
             self._overrides,
         )
-        for recent in _recent_graphs:
+        for recent in tuple(_recent_graphs):  # Another thread may add one meanwhile.
             if recent.is_for(spec, settings):
                 self._graphs.append(recent)
                 return recent
