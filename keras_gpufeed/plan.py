@@ -198,9 +198,14 @@ class BatchPlan:
 
     @property
     def device_bytes_in_flight(self) -> int | None:
-        """Bytes of batches on each device, the one in use and the one that waits; None if samples differ in size."""
+        """Bytes of batches on each device, the one in use and the one that waits; None if samples differ in size.
+
+        0 on CPUs, which read what lies on the host.
+        """
         if self.sample_bytes is None or self.global_batch_size is None:
             return None
+        if self.devices and all("GPU" not in device for device in self.devices):
+            return 0
         return (
             (2 if self._has_waiting_batch else 1)
             * max(split_batch(self.global_batch_size, self.num_replicas).sizes)
@@ -270,7 +275,8 @@ class BatchPlan:
                 ("bytes in flight", f"{on_host} on the host ({self.prefetch} global batches ahead and one in use)")
             )
             waiting = "one batch waiting and one in use" if self._has_waiting_batch else "one batch in use"
-            rows.append(("", f"{on_device} on each device ({waiting})"))
+            if self.device_bytes_in_flight:
+                rows.append(("", f"{on_device} on each device ({waiting})"))
         if self.num_replicas > 1:
             rows += zip(("stock Keras", ""), self._describe_stock())
             rows += zip(

@@ -223,6 +223,16 @@ def test_bytes_in_flight_on_each_device(sample_bytes, num_replicas, prefetch, st
     assert plan.device_bytes_in_flight == device_bytes
 
 
+def test_processors_read_batches_where_they_lie():
+    """Only a device with memory of its own needs a copy."""
+    arguments = {"num_samples": 64, "global_batch_size": 16, "num_replicas": 2, "sample_bytes": 10}
+    on_cpus = kg.BatchPlan(**arguments, devices=("CPU:0", "CPU:1"))
+    on_gpus = kg.BatchPlan(**arguments, devices=("GPU:0", "GPU:1"))
+    assert on_cpus.device_bytes_in_flight == 0
+    assert "on each device" not in str(on_cpus)
+    assert "160 bytes on each device (one batch waiting and one in use)" in str(on_gpus)
+
+
 @pytest.mark.parametrize(
     ("num_samples", "num_replicas", "sizes", "empty_replicas", "factors"),
     [
