@@ -54,7 +54,8 @@ class FeedMonitor(internals.LightCallback):
 
     Attributes:
         verdict: The `Verdict`: `bound_by`, `lost_share`, `reason` and `knob`; None before there is one.
-        rates: The measured `Rates`, in means over the steps after warm-up; None before there are any.
+        rates: The measured `Rates`, in means over the steps after warm-up; None before there are any, and if
+            training is over with its first call of Keras's compiled function.
 
     Raises:
         FeedError: If the file's name has another ending, its folder is missing, or a package is.
@@ -113,7 +114,7 @@ class FeedMonitor(internals.LightCallback):
         self._recording = Recording(
             internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder)
         )
-        self._recording.capacity = plan.prefetch + (plan.prefetch + 1 if feeder.is_streaming else 1)
+        self._recording.capacity = plan.num_ahead + (plan.prefetch + 1 if feeder.is_streaming else 1)
         self._learns_splits = plan.steps is None and feeder.num_sources is None
         if plan.steps is not None:
             last = plan.steps - 1
@@ -205,8 +206,8 @@ class FeedMonitor(internals.LightCallback):
         name = "" if error is None else f"{type(error).__name__}{f': {error}' if str(error) else ''}"
         self._recording.state = "finished" if error is None else f"stopped by {name.splitlines()[0][:200]}"
         self._write_report()
-        if self.verdict is not None and self.params.get("verbose"):
-            print(f"FeedMonitor: {self.verdict}")
+        if self.params.get("verbose"):
+            print(f"FeedMonitor: {self.verdict or 'training was over with its first step, so nothing was measured.'}")
         del self._call, self._training, self._meter, self._tensorboard  # They hold the user's data.
 
     # --- From counters to numbers ---

@@ -323,7 +323,8 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
                 flat = [_identity_where_it_is(tensor) for tensor in flat]
         return tf.nest.pack_sequence_as(elements, flat, expand_composites=True)
 
-    def _deal(self, replica: int, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: Any) -> Any:
+    def _deal(self, replica: int, batch: tuple, cut: tuple) -> Any:
+        data, (parts, shares) = batch[0], cut
         with tf.device(self._devices[replica]):
             part = part_of(data, parts, replica)
             return part if self._even else (part, shares[replica])
@@ -337,7 +338,7 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         """The type of one replica's data."""
         spec = self._inner.element_spec
         if len(self._devices) > 1:
-            return as_keras_does(spec[0])
+            return as_keras_does(spec[0][0])
         return spec if self._devices or self._even else spec[0]
 
     @property

@@ -191,6 +191,7 @@ def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
         for stream in call.streams:
             stream.close()
             stream.failure = None  # Its traceback leads back to the iterator, and so to the user's data.
+        call.training = None  # It leads back to the call: data and buffers would stay until Python looks for cycles.
 
 
 # --- Before Keras begins -----------------------------------------------------------------------------------
@@ -607,7 +608,7 @@ class Replay:
     def __init__(self, stream: Any, batch: Batch) -> None:
         self.element_spec, self.failure, self.meter, self._batch = stream.element_spec, None, FeedMeter(), batch
 
-    def read(self, step: int) -> Batch:
+    def read(self) -> Batch:
         """The batch."""
         return self._batch
 

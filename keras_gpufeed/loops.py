@@ -62,8 +62,8 @@ class _Loud:
     def __init__(self, stream: SampleStream | BatchStream) -> None:
         self.element_spec, self.meter, self._stream = stream.element_spec, stream.meter, stream
 
-    def read(self, step: int) -> Any:
-        batch = self._stream.read(step)
+    def read(self) -> Any:
+        batch = self._stream.read()
         if batch is None and self._stream.failure is not None:
             self._stream.failure.raise_again()
         return batch
@@ -115,8 +115,8 @@ def steps_of(stream: Any, replica_id: int | None) -> Iterator:
     """
     spec, loud = stream.element_spec, _Loud(stream)
     try:
-        for step in itertools.count():
-            batch = loud.read(step) if replica_id is None else stream.read(step, replica_id)
+        while True:
+            batch = loud.read() if replica_id is None else stream.read(replica_id)
             if batch is None:
                 loud.end()
                 return
@@ -144,12 +144,12 @@ def parts_of_steps(
                 "arrays are needed. Convert them with tf.sparse.to_dense or RaggedTensor.to_tensor."
             )
         placed = place_overrides(overrides, spec)
-        for step in itertools.count():
-            batch = loud.read(step)
+        while True:
+            batch = loud.read()
             if batch is None:
                 loud.end()
                 return
-            split, arrays = split_for(batch, num_replicas, placed, len(leaves))
+            split, arrays = split_for(batch, num_replicas, placed)
             yield split, [_pack(spec, [array[start:stop] for array in arrays]) for start, stop in split.parts]
     finally:
         stream.close()

@@ -101,19 +101,19 @@ def place_overrides(overrides: tuple[Override, ...], element_spec: Any) -> tuple
     return tuple(placed)
 
 
-def split_for(batch: Any, num_replicas: int, overrides: tuple[tuple, ...], num_arrays: int) -> tuple[Split, list]:
+def split_for(batch: Any, num_replicas: int, overrides: tuple[tuple, ...]) -> tuple[Split, list]:
     """Where a batch is cut, and its arrays with the overrides written into them.
 
     Args:
         batch: What a stream gave; its arrays may have those of `WithExtras` behind them.
         num_replicas: Replicas in sync.
         overrides: `(override, place, constant)` for each of them.
-        num_arrays: How many of the arrays belong to the batch itself.
     """
     num_samples, arrays = batch.num_samples, batch.arrays
     split = split_batch(num_samples, num_replicas) if batch.sizes is None else split_of_sizes(batch.sizes)
     if not overrides:
         return split, arrays
+    num_arrays = len(arrays) - sum(override.extra is not None for override, *_ in overrides)
     arrays, extras, parts = arrays[:num_arrays], arrays[num_arrays:], split.parts
     if split.small_tail:  # All replicas get the same samples, and now one of them does not.
         arrays = [np.concatenate([array] * num_replicas) for array in arrays]

@@ -6,8 +6,9 @@ Leaves: which batch comes when (streams), where it is cut (plan), what Keras doe
 
 The graph is traced once and then serves every iterator: where a stream starts and what it reads is looked up by
 number in Python, so neither an epoch, nor a second `fit`, nor a resumed run traces anything. One call into Python
-brings one global batch; it is cut for the replicas by slices that share its memory. Where devices have memory of
-their own, that happens here, so that each part can be copied to its device ahead; else in the step itself.
+brings one global batch, or several small ones; they are cut, and dealt to the replicas, by slices that share their
+memory. Where devices have memory of their own, batches are dealt here, so that each part can be copied to its device
+ahead; else in the step itself. An element is `((data, seeds), cut)`; the last two are empty where nobody needs them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _streams: dict[int, Any] = {}  # Those that an iterator reads.
 _recent_graphs: collections.deque = collections.deque(maxlen=32)  # For feeders of the same type: tracing takes time.
 
 
+@functools.lru_cache(maxsize=16)  # Full steps are all alike.
 def _cut(split: Split) -> tuple[np.ndarray, np.ndarray]:
     num_replicas = len(split.parts)
     shares = [
@@ -142,6 +144,7 @@ class Pipeline(internals.DistributedDataset):
             plan.prefetch if self._transforms else 0,
             self._seed,
             self._overrides,
+            plan.global_batch_size if plan.steps_per_read > 1 else None,
         )
         for recent in tuple(_recent_graphs):  # Another thread may add one meanwhile.
             if recent.is_for(spec, settings):
@@ -166,6 +169,7 @@ class _Settings:
     prefetch: int
     seed: int | None
     overrides: tuple[Override, ...]
+    rebatch_size: int | None  # Of the batches that are read several at once.
 
 
 class _Graph:
@@ -190,14 +194,17 @@ class _Graph:
         return tf.data.experimental.from_variant(variant, self._element_spec)
 
     def _trace(self, stream_id: tf.Tensor) -> tf.Tensor:
-        dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda step: self._read(stream_id, step))
-        dataset = dataset.take_while(lambda data, parts, *_: parts[0, 1] > 0)
+        dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda _: self._read(stream_id))
+        dataset = dataset.take_while(lambda batch, _: _num_samples(tf.nest.flatten(batch)[0]) > 0)
         settings = self.settings
+        if settings.rebatch_size is not None:
+            # While some batches are taken one by one, the next are read.
+            dataset = dataset.prefetch(1).flat_map(functools.partial(_rebatch, settings.rebatch_size))
         for transform in settings.transforms:
             apply = functools.partial(_apply, transform, stream_id if settings.monitored else None)
             dataset = dataset.map(apply, num_parallel_calls=max(1, settings.prefetch))
         if settings.num_replicas == 1:
-            dataset = dataset.map(lambda data, *_: as_keras_does(data))
+            dataset = dataset.map(lambda batch, _: as_keras_does(batch[0]))
         elif settings.split_ahead:
             dataset = dataset.flat_map(functools.partial(_deal, settings.even))
         options = tf.data.Options()
@@ -209,24 +216,33 @@ class _Graph:
         self._element_spec = dataset.element_spec
         return tf.data.experimental.to_variant(dataset)
 
-    def _read(self, stream_id: tf.Tensor, step: tf.Tensor) -> tuple:
+    def _read(self, stream_id: tf.Tensor) -> tuple:
         specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
-        dtypes = [spec.dtype for spec in specs] + [tf.int64, tf.float64]
         num_replicas, seed = self.settings.num_replicas, self.settings.seed
+        steps = [] if self.settings.rebatch_size is None else [None]
+        if num_replicas > 1:
+            specs += [
+                tf.TensorSpec([*steps, num_replicas, 2], tf.int64),
+                tf.TensorSpec([*steps, num_replicas, 3], tf.float64),
+            ]
         if seed is not None:
-            dtypes.append(tf.int32)
+            specs.append(tf.TensorSpec((None, 2), tf.int32))
         read = functools.partial(
             _read_stream, num_replicas=num_replicas, specs=specs, seed=seed, overrides=self._overrides
         )
-        tensors = tf.numpy_function(read, [stream_id, step], dtypes)
-        arrays, (parts, shares, *seeds) = tensors[: len(specs)], tensors[len(specs) :]
-        for array, spec in zip(arrays, specs):
-            array.set_shape(spec.shape)
-        parts.set_shape((num_replicas, 2))
-        shares.set_shape((num_replicas, 3))
-        for one in seeds:
-            one.set_shape((None, 2))
-        return tf.nest.pack_sequence_as(self.batch_spec, arrays, expand_composites=True), parts, shares, *seeds
+        tensors = tf.numpy_function(read, [stream_id], [spec.dtype for spec in specs])
+        for tensor, spec in zip(tensors, specs):
+            tensor.set_shape(spec.shape)
+        seeds = () if seed is None else (tensors.pop(),)
+        cut = () if num_replicas == 1 else (tensors.pop(-2), tensors.pop())
+        return (tf.nest.pack_sequence_as(self.batch_spec, tensors, expand_composites=True), seeds), cut
+
+
+def _rebatch(size: int, batch: tuple, cut: tuple) -> tf.data.Dataset:
+    if not cut:
+        return tf.data.Dataset.from_tensors((batch, cut)).rebatch(size)
+    batches = tf.data.Dataset.from_tensors(batch).rebatch(size)
+    return tf.data.Dataset.zip((batches, tf.data.Dataset.from_tensor_slices(cut)))
 
 
 def iterate_one_step(data: tuple, strategy: tf.distribute.Strategy) -> Iterator:
@@ -238,7 +254,7 @@ def iterate_one_step(data: tuple, strategy: tf.distribute.Strategy) -> Iterator:
     """
     devices = internals.replica_devices(strategy)
     split = split_batch(int(_num_samples(tf.nest.flatten(data)[0])), len(devices))
-    dataset = tf.data.Dataset.from_tensors((data, *_cut(split)))
+    dataset = tf.data.Dataset.from_tensors(((data, ()), _cut(split)))
     if not internals.share_memory_with_host(devices):
         dataset = dataset.flat_map(functools.partial(_deal, False))
     # All batches are taken for uneven ones, so that a step is traced but once.
@@ -247,7 +263,9 @@ def iterate_one_step(data: tuple, strategy: tf.distribute.Strategy) -> Iterator:
     )
 
 
-def _deal(even: bool, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *_: tf.Tensor) -> tf.data.Dataset:
+def _deal(even: bool, batch: tuple, cut: tuple) -> tf.data.Dataset:
+    data, (parts, shares) = batch[0], cut
+
     def deal(replica: tf.Tensor) -> tuple:
         part = part_of(data, parts, replica)
         return part if even else (part, shares[replica])
@@ -261,9 +279,8 @@ def _num_samples(component: Any) -> tf.Tensor:
     return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
-def _apply(
-    transform: Callable, monitored_id: Any, data: tuple, parts: tf.Tensor, shares: tf.Tensor, *seeds: tf.Tensor
-) -> tuple:
+def _apply(transform: Callable, monitored_id: Any, batch: tuple, cut: tuple) -> tuple:
+    data, seeds = batch
     arguments = {"seed": seeds[0]} if takes(transform, "seed") else {}
     if monitored_id is None:
         transformed = transform(*data, **arguments)
@@ -286,7 +303,7 @@ def _apply(
             _num_samples(tf.nest.flatten(data)[0]),
             "A transform must keep the number of samples of a batch along the first axis.",
         )
-    return transformed, parts, shares, *seeds
+    return (transformed, seeds), cut
 
 
 def _note_transform(stream_id: np.ndarray, seconds: np.ndarray) -> None:
@@ -305,7 +322,6 @@ def _admits(spec: Any, other: Any) -> bool:
 
 def _read_stream(
     stream_id: np.ndarray,
-    step: np.ndarray,
     *,
     num_replicas: int,
     specs: list[tf.TensorSpec],
@@ -313,19 +329,22 @@ def _read_stream(
     overrides: tuple[tuple, ...],
 ) -> list[np.ndarray]:
     stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
-    batch = None if stream is None else stream.read(int(step))
+    batch = None if stream is None else stream.read()
     if batch is None:
-        nothing = [np.zeros([0 if axis is None else axis for axis in spec.shape], _host_dtype(spec)) for spec in specs]
-        seeds = [] if seed is None else [np.zeros((0, 2), np.int32)]
-        return [*nothing, np.zeros((num_replicas, 2), np.int64), np.zeros((num_replicas, 3), np.float64), *seeds]
+        return [np.zeros([axis or 0 for axis in spec.shape], _host_dtype(spec)) for spec in specs]
     if stream is not None and stream.meter.wants_batch:
         stream.meter.held, stream.meter.wants_batch = batch, False
-    split, arrays = split_for(batch, num_replicas, overrides, len(specs))
-    seeds = []
-    if seed is not None:
+    arrays, cut, repeated = batch.arrays, [], 1
+    if batch.step_sizes is not None:
+        if num_replicas > 1:
+            cuts = [_cut(split_batch(size, num_replicas)) for size in batch.step_sizes]
+            cut = [np.stack(each) for each in zip(*cuts)]
+    elif num_replicas > 1 or overrides:
+        split, arrays = split_for(batch, num_replicas, overrides)
+        cut = [*_cut(split)] if num_replicas > 1 else []
         repeated = num_replicas if overrides and split.small_tail else 1  # As `split_for` repeats the samples.
-        seeds = [sample_seeds(seed, batch.epoch, np.tile(batch.samples, repeated))]
-    return [*arrays, *_cut(split), *seeds]
+    seeds = [] if seed is None else [sample_seeds(seed, batch.epoch, np.tile(batch.samples, repeated))]
+    return [*arrays, *cut, *seeds]
 
 
 def _host_dtype(spec: tf.TensorSpec) -> Any:

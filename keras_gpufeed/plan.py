@@ -15,6 +15,8 @@ from .errors import SourceError
 from .stock import MOST_SHOWN_ONE_BY_ONE, StockSplit, stock_split
 
 _SAMPLES_OF_ONE_DEVICE = 32  # The batch that Keras gives one device by default.
+_BYTES_READ_TOGETHER = 12 << 20  # More gains nothing, as it leaves the processor's caches, and takes memory.
+_MAX_STEPS_PER_READ = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class BatchPlan:
         drop_remainder: True if a last batch smaller than the global batch is left out.
         sample_bytes: Bytes of one sample as it is fed, or None if samples differ in size.
         prefetch: Global batches that are prepared ahead of the step.
+        in_memory: True if samples lie in memory, so that reading them is copying.
         devices: Names of the devices, one for each replica, for display.
         strategy: Name of the strategy, for display.
 
@@ -125,6 +128,7 @@ class BatchPlan:
     drop_remainder: bool = False
     sample_bytes: int | None = None
     prefetch: int = 2
+    in_memory: bool = False
     devices: tuple[str, ...] = ()
     strategy: str = ""
 
@@ -190,11 +194,35 @@ class BatchPlan:
         return self.steps is None or self.split(0).small_tail or self.split(self.steps - 1).small_tail
 
     @property
+    def steps_per_read(self) -> int:
+        """Steps whose samples are copied together: calling Python takes longer than copying a small batch.
+
+        Only from memory, which keeps nobody waiting, and never more than a pass.
+        """
+        if not (self.in_memory and self.prefetch and self.sample_bytes and self.global_batch_size and self.steps):
+            return 1
+        at_once = _BYTES_READ_TOGETHER // (self.global_batch_size * self.sample_bytes)
+        return max(1, min(at_once, _MAX_STEPS_PER_READ, self.steps))
+
+    @property
+    def num_ahead(self) -> int:
+        """Global batches that may be ready before they are taken."""
+        together = self.steps_per_read
+        return self.prefetch + (2 * together if together > 1 else 0)  # Those being dealt out, and those after them.
+
+    @property
     def bytes_in_flight(self) -> int | None:
-        """Host bytes of the batches prepared ahead plus the one in use; None if samples differ in size."""
+        """Host bytes of the batches prepared ahead and of those in use; None if samples differ in size."""
         if self.sample_bytes is None or self.global_batch_size is None:
             return None
-        return (self.prefetch + 1) * self.global_batch_size * self.sample_bytes
+        return self._batches_in_flight * self.global_batch_size * self.sample_bytes
+
+    @property
+    def _batches_in_flight(self) -> int:
+        together = self.steps_per_read
+        if together == 1:
+            return self.prefetch + 1
+        return together * (2 + -(-(self.prefetch + 1) // together))  # Memory comes back when all of a read is done.
 
     @property
     def device_bytes_in_flight(self) -> int | None:
@@ -271,9 +299,12 @@ class BatchPlan:
             rows.append(("a full step", _describe(split_batch(self.global_batch_size, self.num_replicas))))
         if self.bytes_in_flight is not None and self.device_bytes_in_flight is not None:
             on_host, on_device = readable_bytes(self.bytes_in_flight), readable_bytes(self.device_bytes_in_flight)
-            rows.append(
-                ("bytes in flight", f"{on_host} on the host ({self.prefetch} global batches ahead and one in use)")
-            )
+            batches = f"{self.prefetch} global batches ahead and one in use"
+            if self.steps_per_read > 1:
+                batches = (
+                    f"up to {self._batches_in_flight} global batches, small ones are read {self.steps_per_read} at once"
+                )
+            rows.append(("bytes in flight", f"{on_host} on the host ({batches})"))
             waiting = "one batch waiting and one in use" if self._has_waiting_batch else "one batch in use"
             if self.device_bytes_in_flight:
                 rows.append(("", f"{on_device} on each device ({waiting})"))

@@ -184,8 +184,10 @@ class Recording:
 
     @property
     def rates(self) -> Rates | None:
-        """The means over the steps after warm-up; None if there was none."""
+        """The means over the steps after warm-up, of a training that ended before over those after the first."""
         measured = self._measured
+        if measured is None and len(self.warm_up) > 1:
+            measured = total(self.warm_up[1:])
         if measured is None or measured.seconds <= 0:
             return None
         num_steps = measured.num_steps

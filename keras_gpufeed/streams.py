@@ -4,7 +4,7 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `read(step)` (a `Batch`, or None after the end), `failure`, `meter` and
+A stream offers `element_spec`, `read()` (the next `Batch`, or None after the end), `failure`, `meter` and
 `close()`.
 """
 
@@ -29,7 +29,7 @@ _JOIN_SECONDS = 5.0  # How long `close` waits for the user's code to give its cu
 
 
 class Batch(NamedTuple):
-    """One global batch.
+    """One global batch, or several small ones that were read together and lie one behind the other.
 
     Args:
         num_samples: Samples in it.
@@ -37,6 +37,7 @@ class Batch(NamedTuple):
         epoch: The pass it belongs to.
         samples: The numbers of its samples, of shape `(num_samples,)`: different for all samples of a pass.
         sizes: Samples of each replica, where the source decides; they lie in the batch one behind the other.
+        step_sizes: Samples of each global batch, if several may be there.
     """
 
     num_samples: int
@@ -44,6 +45,7 @@ class Batch(NamedTuple):
     epoch: int
     samples: np.ndarray
     sizes: tuple[int, ...] | None = None
+    step_sizes: list[int] | None = None
 
 
 class Failure:
@@ -69,7 +71,7 @@ class Failure:
 
 
 class SampleStream:
-    """A run through an index-addressed source: any step is computed from its number.
+    """A run through an index-addressed source, which can begin at any step.
 
     Args:
         source: Where samples come from.
@@ -77,49 +79,66 @@ class SampleStream:
         seed: Fixes the order of every pass; None for the order of the source.
         first_step: Where to start, counted over all passes.
         num_steps: How many steps to give.
+        steps_per_read: How many to read together, at most. A run begins with one, so that training begins soon, and
+            no read goes beyond the end of a pass.
     """
 
-    def __init__(self, source: Any, plan: BatchPlan, seed: int | None, first_step: int, num_steps: int) -> None:
-        self.element_spec, self._num_steps = source.element_spec, num_steps
+    def __init__(
+        self,
+        source: Any,
+        plan: BatchPlan,
+        seed: int | None,
+        first_step: int,
+        num_steps: int,
+        steps_per_read: int = 1,
+    ) -> None:
+        self.element_spec, self._steps_per_read = source.element_spec, steps_per_read
         self.failure: Failure | None = None
         self.meter = FeedMeter()
-        self._source, self._plan, self._seed, self._first_step = source, plan, seed, first_step
+        self._source, self._plan, self._seed = source, plan, seed
+        self._next_step, self._num_read, self._num_steps = first_step, 0, num_steps
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, step: int, replica_id: int | None = None) -> Batch | None:
-        """The global batch of a step, or None after the last.
+    def read(self, replica_id: int | None = None) -> Batch | None:
+        """The global batch of the next step or of several, or None after the last.
 
         Args:
-            step: Step of the stream, from 0.
-            replica_id: A replica whose part alone is to be read.
+            replica_id: A replica whose part alone is to be read, of single steps.
         """
         if self.failure is not None:
             self.failure.raise_again()  # The iterator goes on for other devices; what they see is no end of data.
-        if step >= self._num_steps:
+        epoch, step = divmod(self._next_step, self._steps_per_pass)
+        together = min(self._steps_per_read, max(self._num_read, 1), self._steps_per_pass - step)
+        together = min(together, self._num_steps - self._num_read)
+        if not together:
             return None
+        self._num_read += together
+        self._next_step += together
         try:
-            epoch, step_of_pass = divmod(self._first_step + step, self._steps_per_pass)
-            start, stop = self._plan.samples_of(step_of_pass)
+            ranges = [self._plan.samples_of(one) for one in range(step, step + together)]
+            sizes = [stop - start for start, stop in ranges]
+            start, stop = ranges[0][0], ranges[-1][1]
             if replica_id is not None:
-                first, last = self._plan.split(step_of_pass).parts[replica_id]
-                start, stop = start + first, start + last
+                part = self._plan.split(step).parts[replica_id]
+                start, stop = start + part[0], start + part[1]
             samples = self._samples(epoch, start, stop)
             started = time.perf_counter()
             arrays = self._source.read(samples)
-            self._note(started, stop - start, arrays)
+            self._note(started, sizes, arrays)
             numbers = np.arange(start, stop) if self._seed is None else samples
-            return Batch(stop - start, arrays, epoch, numbers)
+            return Batch(stop - start, arrays, epoch, numbers, step_sizes=sizes if self._steps_per_read > 1 else None)
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
 
-    def _note(self, started: float, num_samples: int, arrays: list[np.ndarray]) -> None:
+    def _note(self, started: float, sizes: list[int], arrays: list[np.ndarray]) -> None:
         now = time.perf_counter()
         in_memory = self._source.is_in_memory  # Then reading is copying.
-        self.meter.note_source(0.0 if in_memory else now - started)
-        num_bytes = sum(array.nbytes for array in arrays)
-        self.meter.note_batch(now, num_samples, now - started if in_memory else 0.0, num_bytes)
+        seconds, num_bytes = (now - started) / len(sizes), sum(array.nbytes for array in arrays) // len(sizes)
+        for size in sizes:
+            self.meter.note_source(0.0 if in_memory else seconds)
+            self.meter.note_batch(now, size, seconds if in_memory else 0.0, num_bytes)
 
     def _samples(self, epoch: int, start: int, stop: int) -> Any:
         if self._seed is None:
@@ -189,12 +208,8 @@ class BatchStream:
                 raise SourceError("There is nothing to feed: the source gave no batch.")
             return self._caster.element_spec
 
-    def read(self, step: int) -> Batch | None:
-        """The next global batch, or None after the last.
-
-        Args:
-            step: Step of the stream, from 0; batches come in this order.
-        """
+    def read(self) -> Batch | None:
+        """The next global batch, or None after the last."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended or self._closed)
             if not self._waiting:

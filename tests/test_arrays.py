@@ -386,13 +386,16 @@ def test_an_array_like_is_asked_for_whole_batches_in_its_own_order():
 
 
 class Spy(np.ndarray):
-    """Notes the largest part that is ever taken out of it."""
+    """Notes the largest part that is ever taken out of it, and all parts that slices take."""
 
     largest = 0
+    sliced = []
 
     def __getitem__(self, samples):
         part = super().__getitem__(samples)
         Spy.largest = max(Spy.largest, np.size(part))
+        if isinstance(samples, slice):
+            Spy.sliced.append(len(part))
         return part
 
     def __array_finalize__(self, parent):
@@ -401,12 +404,54 @@ class Spy(np.ndarray):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
-def test_no_part_larger_than_a_batch_is_taken(dtype):
+def test_no_part_larger_than_sixteen_batches_is_taken(dtype):
     x = np.zeros((10_000, 16), dtype).view(Spy)
     Spy.largest = 0
     parts_fed(x, batch_size=100, shuffle=True, steps_per_epoch=3)
     parts_fed(x, batch_size=100, evaluate=True)
-    assert Spy.largest <= 100 * 16
+    assert 100 * 16 <= Spy.largest <= 16 * 100 * 16
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_floats", "batch_size", "prefetch", "read"),
+    [
+        (400, 4, 10, 2, [1, 1, 2, 4, 8, 16, 8]),  # At most 16 batches.
+        (100, 4, 10, 2, [1, 1, 2, 4, 2]),  # At most a pass.
+        (8, 500_000, 1, 2, [1, 1, 2, 4]),  # Of 2 MB: at most 12.
+        (12, 1_000_000, 1, 1, [1, 1, 2, 3, 3, 2]),  # Of 4 MB.
+        (3, 3_000_000, 1, 2, [1, 1, 1]),
+        (40, 4, 10, 0, [1, 1, 1, 1]),  # Nothing is to be read ahead.
+    ],
+)
+def test_small_batches_are_read_several_at_once(num_samples, num_floats, batch_size, prefetch, read):
+    x = np.zeros((num_samples, num_floats), "float32").view(Spy)
+    Spy.sliced = []
+    model = tf.keras.Sequential([tf.keras.layers.Lambda(lambda x: x[:, :1])])
+    model.predict(kg.DistributedFeeder(x, batch_size=batch_size, prefetch=prefetch), verbose=0)
+    assert Spy.sliced == [batch_size * number for number in read]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_batches_read_together_are_those_of_single_reads(num_replicas):
+    """Through ends of passes, short last batches and a start in the middle, with seeds for a transform."""
+    x = np.arange(101 * 3, dtype="float32").reshape(101, 3)
+
+    def draw(x, seed):
+        noise = tf.map_fn(lambda one: tf.random.stateless_uniform([], one), seed, fn_output_signature=tf.float32)
+        return x + noise[:, None]
+
+    fed = []
+    for prefetch in (0, 2):
+        steps = []
+        feeder = kg.DistributedFeeder(x, batch_size=4, seed=3, transform=draw, prefetch=prefetch)
+        model = kg.distribute(Recorder(steps), strategy_of(num_replicas))
+        model.fit(feeder, epochs=3, verbose=0)
+        model.fit(feeder, initial_epoch=1, epochs=2, verbose=0)
+        fed.append(steps)
+    assert len(fed[0]) == len(fed[1]) == 4 * 26 * num_replicas
+    assert {len(part) for part in fed[1]} == ({4, 1} if num_replicas == 1 else {2, 1})
+    for one, other in zip(*fed):
+        np.testing.assert_array_equal(one, other)
 
 
 def make_frame():
