@@ -4,6 +4,7 @@ import collections
 import gc
 import pathlib
 import tracemalloc
+from typing import ClassVar
 
 import h5py
 import numpy as np
@@ -389,7 +390,7 @@ class Spy(np.ndarray):
     """Notes the largest part that is ever taken out of it, and all parts that slices take."""
 
     largest = 0
-    sliced = []
+    sliced: ClassVar[list] = []
 
     def __getitem__(self, samples):
         part = super().__getitem__(samples)
