@@ -94,10 +94,9 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, received {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, in digits alone. Received {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -262,6 +262,7 @@ class FeedMonitor(internals.LightCallback):
             seconds, started = ended - previous_end, previous_end - self._began_at
             span = Span(
                 started,
+                started + seconds,
                 seconds,
                 num_steps,
                 sum([each.num_samples for each in batches]),

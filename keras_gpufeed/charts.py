@@ -11,12 +11,14 @@ import dataclasses
 import html
 import io
 import math
-from typing import Any
+from typing import Any, Callable
 
 from .plan import Split
-from .recording import Recording, Span
+from .recording import Recording, Span, total
 
-NUM_POINTS = 160  # Of a curve.
+_NUM_POINTS = 160  # Of a curve.
+_NEIGHBOURS = 2  # On each side, with which a step is averaged.
+_VISIBLE_GAP = 0.01  # Of the time that is shown.
 NUM_STEPS_DRAWN = 24  # Of the timeline.
 _WIDTH, _HEIGHT = 420, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 8, 24
@@ -31,12 +33,43 @@ class Curve:
     Args:
         name: What it shows.
         kind: Which colour: a class of the page's style.
-        points: Pairs (seconds since training began, value).
+        pieces: Lists of pairs (seconds since training began, value); there is no line between them.
     """
 
     name: str
     kind: str
-    points: list[tuple[float, float]]
+    pieces: list[list[tuple[float, float]]]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Those of all pieces."""
+        return [point for piece in self.pieces for point in piece]
+
+
+def over_time(spans: list[Span], value: Callable[[Span], float]) -> list[list[tuple[float, float]]]:
+    """How a mean over neighbouring steps goes. Single ones jump, as the first of an epoch, whose batch lies ready.
+
+    Args:
+        spans: In order.
+        value: Takes some steps, as one span.
+
+    Returns:
+        Pieces of a curve: a new one begins where training paused, as for a validation.
+    """
+    size = -(-len(spans) // _NUM_POINTS)
+    spans = [total(spans[start : start + size]) for start in range(0, len(spans), size or 1)]
+    pieces: list[list[Span]] = []
+    for place, span in enumerate(spans):
+        if not place or span.started - spans[place - 1].ended > _VISIBLE_GAP * (spans[-1].ended - spans[0].started):
+            pieces.append([])
+        pieces[-1].append(span)
+    return [
+        [
+            (span.started, value(total(piece[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])))
+            for place, span in enumerate(piece)
+        ]
+        for piece in pieces
+    ]
 
 
 def lines(title: str, curves: list[Curve], unit: str, bottom: float | None, top: float | None) -> str:
@@ -70,9 +103,10 @@ def lines(title: str, curves: list[Curve], unit: str, bottom: float | None, top:
                 f'<text x="{place_x(tick):.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{_number(tick)} s</text>'
             )
     for curve in curves:
-        path = "L".join(f"{place_x(x):.1f} {place_y(y):.1f}" for x, y in curve.points)
-        if path:
-            parts.append(f'<path class="curve {curve.kind}" d="M{path}"/>')
+        for piece in filter(None, curve.pieces):
+            path = "L".join(f"{place_x(x):.1f} {place_y(y):.1f}" for x, y in piece)
+            # One point is drawn too: a line of no length with round ends.
+            parts.append(f'<path class="curve {curve.kind}" d="M{path}{"" if len(piece) > 1 else "h0"}"/>')
     said = "; ".join(
         f"{curve.name}: from {_number(curve.points[0][1])} to {_number(curve.points[-1][1])}, "
         f"lowest {_number(min(y for _, y in curve.points))}, highest {_number(max(y for _, y in curve.points))}"
@@ -80,6 +114,29 @@ def lines(title: str, curves: list[Curve], unit: str, bottom: float | None, top:
         if curve.points
     )
     return _svg(_WIDTH, _HEIGHT, f"{title}. {said}", parts)
+
+
+def lost(recording: Recording) -> list[Curve]:
+    """For how much of the time steps waited and Python ran, in per cent."""
+    return [
+        Curve(name, kind, over_time(recording.spans, lambda span, kind=kind: _percent_of(span, kind)))  # type: ignore[misc]
+        for kind, name in (("wait", "waiting for data"), ("python", "Python"))
+    ]
+
+
+def _percent_of(span: Span, kind: str) -> float:
+    return 100 * getattr(span, f"{kind}_seconds") / span.seconds
+
+
+def speed(recording: Recording) -> list[Curve]:
+    """Samples per second."""
+    pieces = over_time(recording.spans, lambda span: span.num_samples / span.seconds)
+    return [Curve("samples per second", "compute", pieces)]
+
+
+def fill(recording: Recording) -> list[Curve]:
+    """Batches that lay ready when a step began."""
+    return [Curve("batches ready", "feed", over_time(recording.spans, lambda span: span.fill / span.num_steps))]
 
 
 def last_steps(steps: list[Span]) -> tuple[str, str]:
@@ -254,16 +311,12 @@ def picture(recording: Recording, headline: str) -> bytes:
     figure.suptitle(f"{headline}{said}", fontsize=11, x=0.01, ha="left", wrap=True)
     axes = figure.subplots(3, 2)
     _draw_steps(axes[0, 0], list(recording.recent)[-NUM_STEPS_DRAWN:])
-    spans = recording.spans
-    starts = [span.started for span in spans]
-    for kind, name in (("wait", "waiting for data"), ("python", "Python")):
-        shares = [100 * getattr(span, f"{kind}_seconds") / span.seconds for span in spans]
-        axes[0, 1].plot(starts, shares, color=_COLORS[kind], label=name)
+    for axis, curves in ((axes[0, 1], lost(recording)), (axes[1, 0], speed(recording)), (axes[1, 1], fill(recording))):
+        for curve in curves:
+            _draw_curve(axis, curve)
     axes[0, 1].set(title="Share of the time lost (%)", ylim=(0, 100))
     axes[0, 1].legend()
-    axes[1, 0].plot(starts, [span.num_samples / span.seconds for span in spans], color=_COLORS["compute"])
     axes[1, 0].set(title="Samples per second", ylim=(0, None))
-    axes[1, 1].plot(starts, [span.fill / span.num_steps for span in spans], color=_COLORS["feed"])
     axes[1, 1].set(title="Batches ready when a step asks", ylim=(0, None))
     _draw_splits(axes[2, 0], recording)
     axes[2, 1].plot(*zip(*recording.loss.points or [(0, 0)]), color=_COLORS["python"])
@@ -274,6 +327,12 @@ def picture(recording: Recording, headline: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
+
+
+def _draw_curve(axis: Any, curve: Curve) -> None:
+    for number, piece in enumerate(curve.pieces):
+        name = curve.name if number == 0 else None
+        axis.plot(*zip(*piece), color=_COLORS[curve.kind], label=name, marker="." if len(piece) == 1 else None)
 
 
 def _draw_steps(axis: Any, steps: list[Span]) -> None:

@@ -126,6 +126,7 @@ def examine() -> Iterator[Check]:
     imported, gpus, nccl = (answers[name].found for name in ("import", "gpus", "nccl"))
     yield _check_import(imported, answers["import"].problem, versions)
     yield from _check_gpus(imported, gpus)
+    yield from _check_virtual_devices()
     yield _check_nccl(nccl)
     yield _check_memory_growth(gpus)
     yield _check_shared_memory()
@@ -341,6 +342,20 @@ def _check_seen(
         f"none, though the machine has {', '.join(machine.names) or 'one'}",
         'TF_CPP_MAX_VLOG_LEVEL=1 python -c "import tensorflow as tf; tf.config.list_physical_devices()" tells why.',
     )
+
+
+def _check_virtual_devices() -> Iterator[Check]:
+    variable = "KERAS_GPUFEED_VIRTUAL_DEVICES"
+    number = os.environ.get(variable)
+    if not number:
+        return
+    name = "virtual devices"
+    if not number.isdigit() or int(number) < 1:
+        wrong = f"{variable}={number!r} is no positive integer, so keras_gpufeed cannot be imported"
+        yield Check(name, "fail", wrong, f"Unset {variable}, or set it to a number of devices.")
+        return
+    found = f"{variable}={number}: each program that imports keras_gpufeed sees so many devices that are none"
+    yield Check(name, "note", found, f"To train on the devices there are, unset {variable}.")
 
 
 def _check_nccl(has_nccl: bool | None) -> Check:

@@ -443,6 +443,7 @@ class DistributedFeeder:
             sample_bytes=None if self.is_streaming else self.source.sample_bytes,
             prefetch=self.prefetch,
             in_memory=not self.is_streaming and self.source.is_in_memory and not self._overrides,
+            num_batches=self.source.num_batches if self.is_streaming else None,
         )
 
     def _pipeline_on(self, strategy: tf.distribute.Strategy, training: bool, predicting: bool = False) -> Pipeline:

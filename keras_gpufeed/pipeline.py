@@ -297,12 +297,13 @@ def _apply(transform: Callable, monitored_id: Any, batch: tuple, cut: tuple) -> 
         transformed = tuple(transformed)
     if not isinstance(transformed, tuple):
         transformed = (transformed,)
-    for component in tf.nest.flatten(transformed):
-        tf.debugging.assert_equal(
-            _num_samples(component),
-            _num_samples(tf.nest.flatten(data)[0]),
-            "A transform must keep the number of samples of a batch along the first axis.",
-        )
+    num_samples = _num_samples(tf.nest.flatten(data)[0])
+    keeps_samples = [tf.equal(_num_samples(component), num_samples) for component in tf.nest.flatten(transformed)]
+    # `tf.debugging` would put each behind a branch, which takes as long as a small transform.
+    tf.raw_ops.Assert(
+        condition=tf.reduce_all(keeps_samples),
+        data=["A transform must keep the number of samples of a batch along the first axis."],
+    )
     return (transformed, seeds), cut
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import cast
 
 from .errors import SourceError
 from .stock import MOST_SHOWN_ONE_BY_ONE, StockSplit, stock_split
@@ -101,6 +100,7 @@ class BatchPlan:
         sample_bytes: Bytes of one sample as it is fed, or None if samples differ in size.
         prefetch: Global batches that are prepared ahead of the step.
         in_memory: True if samples lie in memory, so that reading them is copying.
+        num_batches: Batches of one pass over a source that yields batches of its own sizes, if it says.
         devices: Names of the devices, one for each replica, for display.
         strategy: Name of the strategy, for display.
 
@@ -129,6 +129,7 @@ class BatchPlan:
     sample_bytes: int | None = None
     prefetch: int = 2
     in_memory: bool = False
+    num_batches: int | None = None
     devices: tuple[str, ...] = ()
     strategy: str = ""
 
@@ -164,16 +165,24 @@ class BatchPlan:
         """The places `(start, stop)` in the pass's order that `step` covers.
 
         Args:
-            step: Step of the pass, from 0. Needs a source of known length.
+            step: Step of the pass, from 0.
+
+        Raises:
+            SourceError: If the source decides how many samples a step has, or how many there are.
         """
-        num_samples, size = cast(int, self.num_samples), cast(int, self.global_batch_size)
+        num_samples, size = self.num_samples, self.global_batch_size
+        if num_samples is None or size is None:
+            raise SourceError(
+                "Which samples a step takes is not known before the source is read: it decides how many there are. "
+                "BatchPlan(num_samples, global_batch_size, num_replicas) tells how a step would be cut."
+            )
         return step * size, min((step + 1) * size, num_samples)
 
     def split(self, step: int) -> Split:
         """How the global batch of `step` is cut for the replicas.
 
         Args:
-            step: Step of the pass, from 0. Needs a source of known length.
+            step: Step of the pass, from 0, of a source that says how many samples it has.
         """
         start, stop = self.samples_of(step)
         return split_batch(stop - start, self.num_replicas)
@@ -249,7 +258,7 @@ class BatchPlan:
         """What stock Keras, under a `MirroredStrategy`, would do with the global batch of `step`.
 
         Args:
-            step: Step of the pass, from 0. Needs a source of known length.
+            step: Step of the pass, from 0, of a source that says how many samples it has.
         """
         start, stop = self.samples_of(step)
         return stock_split(stop - start, self.num_replicas)
@@ -320,7 +329,8 @@ class BatchPlan:
     def _headline(self) -> str:
         replicas = _count(self.num_replicas, "replica")
         if self.global_batch_size is None:
-            return f"batches of the source's own sizes on {replicas}"
+            steps = "" if self.num_batches is None else f"{_count(self.num_batches, 'step')}, "
+            return f"{steps}batches of the source's own sizes on {replicas}"
         if self.steps is None:
             return (
                 f"batches of {_count(self.global_batch_size, 'sample')} from a source of unknown length on {replicas}"

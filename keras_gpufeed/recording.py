@@ -28,7 +28,8 @@ class Span:
     """One step, or several in a row, added up.
 
     Args:
-        started: Seconds since training began.
+        started: When it began, in seconds since training began.
+        ended: When it ended.
         seconds: Of the steps, without what lies between epochs.
         num_steps: How many.
         num_samples: Their samples.
@@ -42,6 +43,7 @@ class Span:
     """
 
     started: float
+    ended: float
     seconds: float
     num_steps: int
     num_samples: int
@@ -55,6 +57,7 @@ class Span:
 
     def add(self, other: Span) -> None:
         """Takes in the one after it. Written out, because it is done for each step."""
+        self.ended = other.ended
         self.seconds += other.seconds
         self.num_steps += other.num_steps
         self.num_samples += other.num_samples

@@ -14,12 +14,11 @@ import contextlib
 import html
 import os
 import secrets
-from typing import Any
 
 from . import charts
 from .charts import Curve
 from .plan import readable_bytes
-from .recording import Recording, Span, total
+from .recording import Recording, total
 
 _KINDS = (
     ("wait", "waiting for data"),
@@ -78,7 +77,7 @@ svg .axis { stroke: var(--line); fill: none; }
 .feed { background: var(--feed); fill: var(--feed); stroke: var(--feed); }
 .ground { fill: var(--ground); }
 svg rect { stroke: none; }
-path.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+path.curve { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 details { margin-top: .3rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
@@ -264,34 +263,30 @@ def _last_steps(recording: Recording) -> str:
 def _shares(recording: Recording) -> str:
     if len(recording.spans) < 2:
         return ""
-    waits = Curve("waiting for data", "wait", _over(recording, lambda span: 100 * span.wait_seconds / span.seconds))
-    python = Curve("Python", "python", _over(recording, lambda span: 100 * span.python_seconds / span.seconds))
-    return _chart("Share of the time lost", [waits, python], "%", top=100)
+    return _chart("Share of the time lost", charts.lost(recording), "%", top=100)
 
 
 def _throughput(recording: Recording) -> str:
-    curve = Curve("samples per second", "compute", _over(recording, lambda span: span.num_samples / span.seconds))
-    return _chart("Samples per second", [curve], "", bottom=0)
+    return _chart("Samples per second", charts.speed(recording), "", bottom=0)
 
 
 def _fill(recording: Recording) -> str:
-    curve = Curve("batches ready", "feed", _over(recording, lambda span: span.fill / span.num_steps))
     return _chart(
         f"Batches ready when a step asks (up to about {recording.capacity})",
-        [curve],
+        charts.fill(recording),
         "",
         top=recording.capacity,
     )
 
 
 def _loss(recording: Recording) -> str:
-    return _chart("Loss", [Curve("loss", "python", recording.loss.points)], "")
+    return _chart("Loss", [Curve("loss", "python", [recording.loss.points])], "")
 
 
 def _memory(recording: Recording) -> str:
     kinds = ("feed", "compute", "wait", "python", "skew")
     curves = [
-        Curve(f"{name} (MB)", kinds[number % len(kinds)], [(x, value / 1e6) for x, value in series.points])
+        Curve(f"{name} (MB)", kinds[number % len(kinds)], [[(x, value / 1e6) for x, value in series.points]])
         for number, (name, series) in enumerate(recording.memory.items())
     ]
     return _chart("Memory in use", curves, " MB", bottom=0)
@@ -300,7 +295,7 @@ def _memory(recording: Recording) -> str:
 def _utilisation(recording: Recording) -> str:
     kinds = ("compute", "wait", "python", "skew", "feed")
     curves = [
-        Curve(name, kinds[number % len(kinds)], series.points)
+        Curve(name, kinds[number % len(kinds)], [series.points])
         for number, (name, series) in enumerate(recording.utilisation.items())
     ]
     return _chart("GPU utilisation, as the driver tells", curves, "%", top=100) if curves else ""
@@ -370,14 +365,6 @@ def _chart(title: str, curves: list[Curve], unit: str, bottom: float | None = No
         key = f'<ul class="key">{key}</ul>'
     drawn = charts.lines(title, curves, unit, bottom, top)
     return _card(title, _figure(drawn, ["seconds", *(curve.name for curve in curves)], rows) + key)
-
-
-def _over(recording: Recording, value: Any) -> list[tuple[float, float]]:
-    spans: list[Span] = recording.spans
-    if len(spans) > charts.NUM_POINTS:  # Single steps jump; what matters is how it goes.
-        size = -(-len(spans) // charts.NUM_POINTS)
-        spans = [total(spans[start : start + size]) for start in range(0, len(spans), size)]
-    return [(span.started, value(span)) for span in spans]
 
 
 def _card(title: str, content: str, wide: bool = False) -> str:

@@ -133,7 +133,7 @@ class Verdict:
         >>> print(judge(rates))
         Data-bound by the source: 75 % of the time is lost.
         Steps waited 15.0 of 20.0 ms for data; the source takes 20.0 ms for a batch, the rest of a step 5.0 ms.
-        workers=4 would hide it.
+        workers=4 would hide it. Processes take some seconds to start, once.
     """
 
     bound_by: str
@@ -259,6 +259,8 @@ def _knob_of_source(rates: Rates, rest: float) -> str:
     knob = f"workers={workers} would hide it."
     if rates.source_kind == "function":
         knob = f"A generator function that takes worker_id and num_workers, with workers={workers}, would hide it."
+    if not rates.workers:
+        knob += " Processes take some seconds to start, once."
     if workers > rates.num_processors:
         knob += f" There are {rates.num_processors} processors, so if it computes rather than waits, make it cheaper."
     return knob

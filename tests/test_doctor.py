@@ -166,6 +166,15 @@ def test_a_machine_without_gpus_is_not_ill(examined, monkeypatch):
     assert not [check for check in checks.values() if check.status == "fail"]
 
 
+@pytest.mark.parametrize(("number", "status"), [("4", "note"), ("four", "fail"), ("0", "fail"), ("", None)])
+def test_virtual_devices_of_the_environment_are_named(examined, monkeypatch, number, status):
+    monkeypatch.setenv("KERAS_GPUFEED_VIRTUAL_DEVICES", number)
+    check = examined().get("virtual devices")
+    assert (check and check.status) == (status or None)
+    if status:
+        assert f"KERAS_GPUFEED_VIRTUAL_DEVICES={number if status == 'note' else repr(number)}" in check.found
+
+
 def test_gpus_that_tensorflow_does_not_see(examined, with_gpu):
     checks = examined()
     if checks["NVIDIA driver"].status == "pass":

@@ -48,4 +48,4 @@ def test_the_demonstration_compares_and_saves(tmp_path):
 def test_the_command_line_explains_itself():
     done = run("-m", "keras_gpufeed", "demo", "--epochs", 0)
     assert done.returncode == 2
-    assert "must be at least 1, received 0" in done.stderr
+    assert "must be a whole number from 1 on, in digits alone. Received '0'" in done.stderr

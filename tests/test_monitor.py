@@ -215,6 +215,16 @@ def test_a_replay_needs_no_data(tmp_path):
     assert "would be the most" in path.read_text()
 
 
+def test_curves_are_broken_where_training_paused(tmp_path):
+    pause = callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
+    path = tmp_path / "report.html"
+    x, y = repeated(8)  # 21 steps.
+    watch(make_model(), kg.DistributedFeeder(x, y, batch_size=8), 3, kg.FeedMonitor(path), callbacks=[pause])
+    page = path.read_text()
+    drawn = re.findall('<path class="curve ([a-z]+)" d="M', page)
+    assert [drawn.count(kind) for kind in ("compute", "wait", "feed")] == [3, 3, 4]  # The last with memory's one.
+
+
 def test_nothing_of_the_data_is_kept():
     x = X.copy()
     gone = weakref.ref(x)

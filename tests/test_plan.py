@@ -381,3 +381,18 @@ def assert_mentions_no_tensorflow(module):
 def test_a_share_that_is_not_one_does_not_read_one():
     plan = kg.BatchPlan(num_samples=235, global_batch_size=256, num_replicas=4)
     assert "weigh each replica by its samples: 1.004, 1.004, 1.004, 0.9872" in str(plan)
+
+
+def test_a_plan_of_batches_knows_their_number_but_not_their_samples():
+    class Batches(tf.keras.utils.Sequence):
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, index):
+            return np.zeros((4, 2), "float32")
+
+    seen = kg.DistributedFeeder(Batches()).plan(2)
+    assert str(seen).splitlines()[0] == "7 steps, batches of the source's own sizes on 2 replicas"
+    for ask in (seen.samples_of, seen.split, seen.stock):
+        with pytest.raises(kg.SourceError, match=r"not known before the source is read.*BatchPlan\(num_samples"):
+            ask(0)

@@ -42,11 +42,11 @@ def test_a_plan_goes_into_a_pipe_that_closes():
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("word", ["0", "-3"])
+@pytest.mark.parametrize("word", ["0", "-3", "1,000", "1e3"])
 def test_numbers_that_make_no_plan(capsys, word):
     with pytest.raises(SystemExit):
         main(["plan", "--samples", word, "--replicas", "2"])
-    assert "must be at least 1" in capsys.readouterr().err
+    assert "must be a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_a_picture_says_who_gets_what(tmp_path):

@@ -28,7 +28,7 @@ def rates(**given):
             {"wait_seconds": 0.015, "source_seconds": 0.02, "source_kind": "workers"},
             "source",
             0.75,
-            "workers=4 would hide it.",
+            "workers=4 would hide it. Processes take some seconds to start, once.",
         ),
         # Two workers together give a batch in 20 ms, so one takes 40 ms.
         (
@@ -98,7 +98,7 @@ def test_words():
     assert str(judge(rates(wait_seconds=0.015, source_seconds=0.02, source_kind="workers"))) == (
         "Data-bound by the source: 75 % of the time is lost.\n"
         "Steps waited 15.0 of 20.0 ms for data; the source takes 20.0 ms for a batch, the rest of a step 5.0 ms.\n"
-        "workers=4 would hide it."
+        "workers=4 would hide it. Processes take some seconds to start, once."
     )
 
 
