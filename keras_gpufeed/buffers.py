@@ -48,7 +48,10 @@ class BufferPool:
         """
         dtype = np.dtype(dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
-        block = self._free.pop() if self._free else np.empty(0, np.uint8)
+        try:
+            block = self._free.pop()
+        except IndexError:  # Not asked for before: another thread may take the last.
+            block = np.empty(0, np.uint8)
         if len(block) < num_bytes:  # A smaller block is given up: batches have grown.
             block = _aligned_block(num_bytes)
         # All views of the array, and no other array, have the root as their base: it lives as long as any of them.

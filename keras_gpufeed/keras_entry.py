@@ -608,7 +608,7 @@ class Replay:
     def __init__(self, stream: Any, batch: Batch) -> None:
         self.element_spec, self.failure, self.meter, self._batch = stream.element_spec, None, FeedMeter(), batch
 
-    def read(self) -> Batch:
+    def read(self, number: int) -> Batch:
         """The batch."""
         return self._batch
 

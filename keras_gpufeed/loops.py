@@ -62,8 +62,8 @@ class _Loud:
     def __init__(self, stream: SampleStream | BatchStream) -> None:
         self.element_spec, self.meter, self._stream = stream.element_spec, stream.meter, stream
 
-    def read(self) -> Any:
-        batch = self._stream.read()
+    def read(self, number: int) -> Any:
+        batch = self._stream.read(number)
         if batch is None and self._stream.failure is not None:
             self._stream.failure.raise_again()
         return batch
@@ -115,8 +115,8 @@ def steps_of(stream: Any, replica_id: int | None) -> Iterator:
     """
     spec, loud = stream.element_spec, _Loud(stream)
     try:
-        while True:
-            batch = loud.read() if replica_id is None else stream.read(replica_id)
+        for number in itertools.count():
+            batch = loud.read(number) if replica_id is None else stream.read(number, replica_id)
             if batch is None:
                 loud.end()
                 return
@@ -144,8 +144,8 @@ def parts_of_steps(
                 "arrays are needed. Convert them with tf.sparse.to_dense or RaggedTensor.to_tensor."
             )
         placed = place_overrides(overrides, spec)
-        while True:
-            batch = loud.read()
+        for number in itertools.count():
+            batch = loud.read(number)
             if batch is None:
                 loud.end()
                 return

@@ -145,6 +145,7 @@ class Pipeline(internals.DistributedDataset):
             self._seed,
             self._overrides,
             plan.global_batch_size if plan.steps_per_read > 1 else None,
+            plan.parallel_reads if plan.parallel_reads > 1 else None,
         )
         for recent in tuple(_recent_graphs):  # Another thread may add one meanwhile.
             if recent.is_for(spec, settings):
@@ -170,6 +171,7 @@ class _Settings:
     seed: int | None
     overrides: tuple[Override, ...]
     rebatch_size: int | None  # Of the batches that are read several at once.
+    parallel_reads: int | None
 
 
 class _Graph:
@@ -194,12 +196,12 @@ class _Graph:
         return tf.data.experimental.from_variant(variant, self._element_spec)
 
     def _trace(self, stream_id: tf.Tensor) -> tf.Tensor:
-        dataset = tf.data.Dataset.range(_UNBOUNDED).map(lambda _: self._read(stream_id))
-        dataset = dataset.take_while(lambda batch, _: _num_samples(tf.nest.flatten(batch)[0]) > 0)
         settings = self.settings
+        read = functools.partial(self._read, stream_id)
+        dataset = tf.data.Dataset.range(_UNBOUNDED).map(read, num_parallel_calls=settings.parallel_reads)
+        dataset = dataset.take_while(lambda batch, _: _num_samples(tf.nest.flatten(batch)[0]) > 0)
         if settings.rebatch_size is not None:
-            # While some batches are taken one by one, the next are read.
-            dataset = dataset.prefetch(1).flat_map(functools.partial(_rebatch, settings.rebatch_size))
+            dataset = dataset.flat_map(functools.partial(_rebatch, settings.rebatch_size))
         for transform in settings.transforms:
             apply = functools.partial(_apply, transform, stream_id if settings.monitored else None)
             dataset = dataset.map(apply, num_parallel_calls=max(1, settings.prefetch))
@@ -216,7 +218,7 @@ class _Graph:
         self._element_spec = dataset.element_spec
         return tf.data.experimental.to_variant(dataset)
 
-    def _read(self, stream_id: tf.Tensor) -> tuple:
+    def _read(self, stream_id: tf.Tensor, number: tf.Tensor) -> tuple:
         specs = tf.nest.flatten(self.batch_spec, expand_composites=True)
         num_replicas, seed = self.settings.num_replicas, self.settings.seed
         steps = [] if self.settings.rebatch_size is None else [None]
@@ -230,7 +232,7 @@ class _Graph:
         read = functools.partial(
             _read_stream, num_replicas=num_replicas, specs=specs, seed=seed, overrides=self._overrides
         )
-        tensors = tf.numpy_function(read, [stream_id], [spec.dtype for spec in specs])
+        tensors = tf.numpy_function(read, [stream_id, number], [spec.dtype for spec in specs])
         for tensor, spec in zip(tensors, specs):
             tensor.set_shape(spec.shape)
         seeds = () if seed is None else (tensors.pop(),)
@@ -323,6 +325,7 @@ def _admits(spec: Any, other: Any) -> bool:
 
 def _read_stream(
     stream_id: np.ndarray,
+    number: np.ndarray,
     *,
     num_replicas: int,
     specs: list[tf.TensorSpec],
@@ -330,7 +333,7 @@ def _read_stream(
     overrides: tuple[tuple, ...],
 ) -> list[np.ndarray]:
     stream = _streams.get(int(stream_id))  # None: the iterator has gone and its last prefetch comes too late.
-    batch = None if stream is None else stream.read()
+    batch = None if stream is None else stream.read(int(number))
     if batch is None:
         return [np.zeros([axis or 0 for axis in spec.shape], _host_dtype(spec)) for spec in specs]
     if stream is not None and stream.meter.wants_batch:

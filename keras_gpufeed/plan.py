@@ -16,6 +16,7 @@ from .stock import MOST_SHOWN_ONE_BY_ONE, StockSplit, stock_split
 _SAMPLES_OF_ONE_DEVICE = 32  # The batch that Keras gives one device by default.
 _BYTES_READ_TOGETHER = 12 << 20  # More gains nothing, as it leaves the processor's caches, and takes memory.
 _MAX_STEPS_PER_READ = 16
+_PARALLEL_READS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +215,16 @@ class BatchPlan:
         return max(1, min(at_once, _MAX_STEPS_PER_READ, self.steps))
 
     @property
+    def parallel_reads(self) -> int:
+        """Reads at once. Copying is what they do, and one processor does not fill the way to memory."""
+        return _PARALLEL_READS if self.in_memory and self.prefetch else 1
+
+    @property
     def num_ahead(self) -> int:
         """Global batches that may be ready before they are taken."""
-        together = self.steps_per_read
-        return self.prefetch + (2 * together if together > 1 else 0)  # Those being dealt out, and those after them.
+        together, reads = self.steps_per_read, self.parallel_reads
+        # Those for the next steps, those that are being dealt out, and those that are being read.
+        return self.prefetch + (together if together > 1 else 0) + (together * reads if reads > 1 else 0)
 
     @property
     def bytes_in_flight(self) -> int | None:
@@ -230,8 +237,9 @@ class BatchPlan:
     def _batches_in_flight(self) -> int:
         together = self.steps_per_read
         if together == 1:
-            return self.prefetch + 1
-        return together * (2 + -(-(self.prefetch + 1) // together))  # Memory comes back when all of a read is done.
+            return self.num_ahead + 1
+        # Memory comes back when all of a read is done.
+        return together * (self.parallel_reads + 1 + -(-(self.prefetch + 1) // together))
 
     @property
     def device_bytes_in_flight(self) -> int | None:
@@ -308,7 +316,7 @@ class BatchPlan:
             rows.append(("a full step", _describe(split_batch(self.global_batch_size, self.num_replicas))))
         if self.bytes_in_flight is not None and self.device_bytes_in_flight is not None:
             on_host, on_device = readable_bytes(self.bytes_in_flight), readable_bytes(self.device_bytes_in_flight)
-            batches = f"{self.prefetch} global batches ahead and one in use"
+            batches = f"{self.num_ahead} global batches ahead and one in use"
             if self.steps_per_read > 1:
                 batches = (
                     f"up to {self._batches_in_flight} global batches, small ones are read {self.steps_per_read} at once"

@@ -4,7 +4,7 @@ Flow:   ... -> batch_sources -> [streams] -> pipeline -> ...
 Owns:   which batch belongs to which step; reading ahead; where epochs end; failures of the user's code.
 Leaves: cutting batches for replicas (plan, pipeline).
 
-A stream offers `element_spec`, `read()` (the next `Batch`, or None after the end), `failure`, `meter` and
+A stream offers `element_spec`, `read(number)` (a `Batch`, or None after the end), `failure`, `meter` and
 `close()`.
 """
 
@@ -96,41 +96,55 @@ class SampleStream:
         self.failure: Failure | None = None
         self.meter = FeedMeter()
         self._source, self._plan, self._seed = source, plan, seed
-        self._next_step, self._num_read, self._num_steps = first_step, 0, num_steps
+        self._next_step, self._num_planned, self._num_steps = first_step, 0, num_steps
+        self._num_reads = 0
+        self._planned: dict[int, Any] = {}  # Reads that are yet to be made, by number.
+        self._lock = threading.Lock()  # Two threads may read at once, and not in the order of the reads.
         self._steps_per_pass, self._num_samples = cast(int, plan.steps), cast(int, plan.num_samples)
         self._epoch, self._order = -1, EpochOrder(self._num_samples, 0, 0)
 
-    def read(self, replica_id: int | None = None) -> Batch | None:
-        """The global batch of the next step or of several, or None after the last.
+    def read(self, number: int, replica_id: int | None = None) -> Batch | None:
+        """The global batch of a step or of several, or None after the last.
 
         Args:
+            number: Which read, from 0. Each is made once.
             replica_id: A replica whose part alone is to be read, of single steps.
         """
         if self.failure is not None:
             self.failure.raise_again()  # The iterator goes on for other devices; what they see is no end of data.
-        epoch, step = divmod(self._next_step, self._steps_per_pass)
-        together = min(self._steps_per_read, max(self._num_read, 1), self._steps_per_pass - step)
-        together = min(together, self._num_steps - self._num_read)
-        if not together:
-            return None
-        self._num_read += together
-        self._next_step += together
         try:
-            ranges = [self._plan.samples_of(one) for one in range(step, step + together)]
-            sizes = [stop - start for start, stop in ranges]
-            start, stop = ranges[0][0], ranges[-1][1]
-            if replica_id is not None:
-                part = self._plan.split(step).parts[replica_id]
-                start, stop = start + part[0], start + part[1]
-            samples = self._samples(epoch, start, stop)
+            with self._lock:
+                epoch, steps = self._steps_of(number)
+                if not steps:
+                    return None
+                ranges = [self._plan.samples_of(step) for step in steps]
+                start, stop = ranges[0][0], ranges[-1][1]
+                if replica_id is not None:
+                    part = self._plan.split(steps[0]).parts[replica_id]
+                    start, stop = start + part[0], start + part[1]
+                samples = self._samples(epoch, start, stop)
             started = time.perf_counter()
             arrays = self._source.read(samples)
-            self._note(started, sizes, arrays)
+            sizes = [stop - start for start, stop in ranges]
+            with self._lock:
+                self._note(started, sizes, arrays)
             numbers = np.arange(start, stop) if self._seed is None else samples
             return Batch(stop - start, arrays, epoch, numbers, step_sizes=sizes if self._steps_per_read > 1 else None)
         except BaseException as error:
             self.failure = Failure(error)  # TensorFlow passes on no more than its text.
             raise
+
+    def _steps_of(self, number: int) -> tuple[int, range]:
+        """The pass and its steps that a read takes."""
+        while self._num_reads <= number:
+            epoch, step = divmod(self._next_step, self._steps_per_pass)
+            together = min(self._steps_per_read, max(self._num_planned, 1), self._steps_per_pass - step)
+            together = min(together, self._num_steps - self._num_planned)
+            self._planned[self._num_reads] = epoch, range(step, step + together)
+            self._num_planned += together
+            self._next_step += together
+            self._num_reads += 1
+        return self._planned.pop(number)
 
     def _note(self, started: float, sizes: list[int], arrays: list[np.ndarray]) -> None:
         now = time.perf_counter()
@@ -208,8 +222,12 @@ class BatchStream:
                 raise SourceError("There is nothing to feed: the source gave no batch.")
             return self._caster.element_spec
 
-    def read(self) -> Batch | None:
-        """The next global batch, or None after the last."""
+    def read(self, number: int) -> Batch | None:
+        """The next global batch, or None after the last.
+
+        Args:
+            number: Which one, from 0; they come in this order.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended or self._closed)
             if not self._waiting:
