@@ -382,7 +382,7 @@ class DistributedFeeder:
               the last step   2 + 2 + 1 + 1 samples
               shares          uneven steps weigh each replica by its samples: 1.33, 1.33, 0.667, 0.667
               left out        nothing
-              bytes in flight 16.1 MB on the host (up to 20 global batches, small ones are read 5 at once)
+              bytes in flight 12 MB on the host (up to 15 global batches, small ones are read 5 at once)
                               401 KB on each device (one batch waiting and one in use)
               stock Keras     the last step 2 + 2 + 2 + 0 samples: replica 3 gets no sample; each
                               counts 0.75 times in the gradient

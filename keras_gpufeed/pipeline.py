@@ -201,7 +201,8 @@ class _Graph:
         dataset = tf.data.Dataset.range(_UNBOUNDED).map(read, num_parallel_calls=settings.parallel_reads)
         dataset = dataset.take_while(lambda batch, _: _num_samples(tf.nest.flatten(batch)[0]) > 0)
         if settings.rebatch_size is not None:
-            dataset = dataset.flat_map(functools.partial(_rebatch, settings.rebatch_size))
+            # While some batches are taken one by one, the next are read.
+            dataset = dataset.prefetch(1).flat_map(functools.partial(_rebatch, settings.rebatch_size))
         for transform in settings.transforms:
             apply = functools.partial(_apply, transform, stream_id if settings.monitored else None)
             dataset = dataset.map(apply, num_parallel_calls=max(1, settings.prefetch))

@@ -216,15 +216,15 @@ class BatchPlan:
 
     @property
     def parallel_reads(self) -> int:
-        """Reads at once. Copying is what they do, and one processor does not fill the way to memory."""
-        return _PARALLEL_READS if self.in_memory and self.prefetch else 1
+        """Reads at once, of large batches: copying is what they do, and one thread does not fill the way to memory."""
+        return _PARALLEL_READS if self.in_memory and self.prefetch and self.steps_per_read == 1 else 1
 
     @property
     def num_ahead(self) -> int:
         """Global batches that may be ready before they are taken."""
-        together, reads = self.steps_per_read, self.parallel_reads
-        # Those for the next steps, those that are being dealt out, and those that are being read.
-        return self.prefetch + (together if together > 1 else 0) + (together * reads if reads > 1 else 0)
+        if self.steps_per_read > 1:
+            return self.prefetch + 2 * self.steps_per_read  # Those being dealt out, and those after them.
+        return self.prefetch + (self.parallel_reads if self.parallel_reads > 1 else 0)
 
     @property
     def bytes_in_flight(self) -> int | None:
@@ -239,7 +239,7 @@ class BatchPlan:
         if together == 1:
             return self.num_ahead + 1
         # Memory comes back when all of a read is done.
-        return together * (self.parallel_reads + 1 + -(-(self.prefetch + 1) // together))
+        return together * (2 + -(-(self.prefetch + 1) // together))
 
     @property
     def device_bytes_in_flight(self) -> int | None:
