@@ -22,7 +22,7 @@ from .errors import FeedError
 from .feeder import DistributedFeeder
 from .machine import MachineWatch, describe_machine, device_names, num_processors
 from .meter import MadeBatch
-from .plan import split_batch
+from .plan import BatchPlan, split_batch
 from .promotion import variables_of
 from .recording import Epoch, Recording, Span, total
 from .stamps import step_stamps
@@ -112,7 +112,7 @@ class FeedMonitor(internals.LightCallback):
         feeder = call.training.feeder
         plan = call.training.pipeline.plan
         self._recording = Recording(
-            internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder)
+            internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder, plan)
         )
         self._recording.capacity = plan.num_ahead + (plan.prefetch + 1 if feeder.is_streaming else 1)
         self._learns_splits = plan.steps is None and feeder.num_sources is None
@@ -369,7 +369,7 @@ def _logged(span: Span) -> dict[str, float]:
     return {"samples_per_second": span.num_samples / span.seconds, "feed_wait": span.wait_seconds / span.seconds}
 
 
-def _facts_of(feeder: DistributedFeeder) -> dict[str, Any]:
+def _facts_of(feeder: DistributedFeeder, plan: BatchPlan) -> dict[str, Any]:
     """What the verdict needs to know of a feeder to name a knob."""
     source = feeder.source
     while isinstance(source, Regrouped):
@@ -384,6 +384,7 @@ def _facts_of(feeder: DistributedFeeder) -> dict[str, Any]:
     return {
         "workers": workers,
         "prefetch": feeder.prefetch,
+        "parallel_reads": plan.parallel_reads,
         "batch_size": feeder.batch_size,
         "source_kind": kind,
         "num_processors": num_processors(),

@@ -39,7 +39,8 @@ class Rates:
         transform_seconds: In the transform of one batch.
         copied_bytes: Copied on the host for one batch.
         workers: Processes that make batches.
-        prefetch: Global batches prepared ahead.
+        prefetch: Global batches prepared ahead; so many transforms run at once.
+        parallel_reads: Batches that are copied at once.
         batch_size: The feeder's global batch size; None if the source decides.
         source_kind: What could make the source faster: "workers", "function" (one that takes worker_id),
             "arrays" (on storage) or "other".
@@ -71,6 +72,7 @@ class Rates:
     copied_bytes: float = 0.0
     workers: int = 0
     prefetch: int = 2
+    parallel_reads: int = 1
     batch_size: int | None = None
     source_kind: str = "other"
     num_processors: int = 1
@@ -220,12 +222,9 @@ def _bound_by_replica(rates: Rates, share: float) -> Verdict:
 
 def _bound_by_data(rates: Rates, share: float) -> Verdict:
     rest = rates.step_seconds - rates.wait_seconds  # What a step would take if its data were there.
-    parallel = max(1, rates.prefetch)  # So many transforms run at once.
-    stages = {
-        "source": rates.source_seconds,
-        "copy": rates.copy_seconds,
-        "transform": rates.transform_seconds / parallel,
-    }
+    at_once = {"source": 1, "copy": rates.parallel_reads, "transform": max(1, rates.prefetch)}
+    taken = {stage: getattr(rates, f"{stage}_seconds") for stage in at_once}
+    stages = {stage: taken[stage] / at_once[stage] for stage in at_once}
     stage = max(stages, key=stages.__getitem__)
     if stages[stage] < _EXPLAINS * rates.step_seconds:
         reason = (
@@ -235,11 +234,10 @@ def _bound_by_data(rates: Rates, share: float) -> Verdict:
         )
         return Verdict("python", share, reason, _larger_batches(rates))
     name = {"source": "the source", "copy": "copying", "transform": "the transform"}[stage]
-    taken = {**stages, "transform": rates.transform_seconds}[stage]
-    at_once = f", {parallel} at a time" if stage == "transform" and parallel > 1 else ""
+    parallel = f", {at_once[stage]} at a time" if at_once[stage] > 1 else ""
     reason = (
         f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data; {name} takes "
-        f"{_ms(taken)} ms for a batch{at_once}, the rest of a step {_ms(rest)} ms."
+        f"{_ms(taken[stage])} ms for a batch{parallel}, the rest of a step {_ms(rest)} ms."
     )
     if stage == "source":
         return Verdict(stage, share, reason, _knob_of_source(rates, rest))
@@ -279,7 +277,7 @@ def _knob_of_transform(rates: Rates, rest: float) -> str:
 def _knob_of_copy(rates: Rates) -> str:
     if rates.prefetch == 0:
         return "prefetch=2 would copy while the devices compute."
-    gigabytes = rates.copied_bytes / rates.copy_seconds / 1e9
+    gigabytes = rates.parallel_reads * rates.copied_bytes / rates.copy_seconds / 1e9
     return (
         f"Feed a smaller dtype, such as uint8 or float16, and convert it in the model: {rates.copied_bytes / 1e6:.3g} "
         f"MB for each batch are copied, at {gigabytes:.2g} GB/s."

@@ -54,6 +54,19 @@ def rates(**given):
         ({"wait_seconds": 0.008, "source_seconds": 0.0115}, "source", 0.4, "prefetch=8 would even it out"),
         ({"wait_seconds": 0.012, "copy_seconds": 0.019, "copied_bytes": 1e8}, "copy", 0.6, "smaller dtype"),
         ({"wait_seconds": 0.012, "copy_seconds": 0.019, "copied_bytes": 1e8, "prefetch": 0}, "copy", 0.6, "prefetch=2"),
+        # Two copies at a time give a batch in 19 ms.
+        (
+            {"wait_seconds": 0.012, "copy_seconds": 0.038, "copied_bytes": 1e8, "parallel_reads": 2},
+            "copy",
+            0.6,
+            "100 MB for each batch are copied, at 5.3 GB/s",
+        ),
+        (
+            {"wait_seconds": 0.012, "copy_seconds": 0.030, "transform_seconds": 0.036, "parallel_reads": 2},
+            "transform",
+            0.6,
+            "prefetch=5 would run as many",
+        ),
         # Two transforms at a time give a batch in 20 ms.
         ({"wait_seconds": 0.010, "transform_seconds": 0.040}, "transform", 0.5, "prefetch=4 would run as many"),
         (
