@@ -8,6 +8,7 @@ Leaves: counting (meter, stamps), judging (verdict), keeping (recording), showin
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -110,7 +111,9 @@ class FeedMonitor(internals.LightCallback):
         self._watch = MachineWatch(devices)
         self._tensorboard = _tensorboard_of(call.callbacks)
         feeder = call.training.feeder
-        plan = call.training.pipeline.plan
+        plan = dataclasses.replace(
+            call.training.pipeline.plan, devices=devices
+        )  # Which memory it counts depends on them.
         self._recording = Recording(
             internals.num_replicas(strategy), devices, str(plan), describe_machine(strategy), _facts_of(feeder, plan)
         )

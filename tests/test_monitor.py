@@ -221,6 +221,8 @@ def test_curves_are_broken_where_training_paused(tmp_path):
     x, y = repeated(8)  # 21 steps.
     watch(make_model(), kg.DistributedFeeder(x, y, batch_size=8), 3, kg.FeedMonitor(path), callbacks=[pause])
     page = path.read_text()
+    assert "bytes in flight" in page
+    assert "on each device" not in page  # CPUs read what lies on the host.
     drawn = re.findall('<path class="curve ([a-z]+)" d="M', page)
     assert [drawn.count(kind) for kind in ("compute", "wait", "feed")] == [3, 3, 4]  # The last with memory's one.
 
