@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from . import internals
 from .errors import FeedError
-from .internals import FedElement
+from .internals import FedElement, FeedIterator
 from .stamps import step_stamps
 
 _active = threading.local()
@@ -222,7 +222,11 @@ def _call_function(original: Callable) -> Callable:
     """
 
     def call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-        python_function = None if _current_step() is None else internals.python_of(function)
+        if _current_step() is None:
+            if len(args) == 1 and type(args[0]) is FeedIterator and not kwargs and _runs_traces():
+                return args[0].call_with_self(function, original)
+            return original(function, *args, **kwargs)
+        python_function = internals.python_of(function)
         if python_function is None:
             return original(function, *args, **kwargs)
         if function.input_signature is not None:  # It says what Python numbers become.
@@ -231,6 +235,10 @@ def _call_function(original: Callable) -> Callable:
         return tf.nest.map_structure(_as_tensor, python_function(*args, **kwargs))
 
     return call_function
+
+
+def _runs_traces() -> bool:
+    return tf.executing_eagerly() and not tf.config.functions_run_eagerly()
 
 
 def _as_signed(value: Any, spec: Any) -> Any:

@@ -59,7 +59,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "compile": (tf.keras.Model, "compile"),
     # `BackupAndRestore` sets the first epoch and step on the handler after our adapter exists.
     "enumerate_epochs": (data_adapter.DataHandler, "enumerate_epochs"),
-    # Keras finds the end of unknown data by running a step too many.
+    # Keras finds the end of unknown data by running a step too many, and reads a variable for each step.
     "steps": (data_adapter.DataHandler, "steps"),
     # A step's shares travel beside its data and must be known inside the replicas.
     "run": (distribute_lib.StrategyBase, "run"),
@@ -147,13 +147,18 @@ def set_steps(handler: data_adapter.DataHandler, steps: int | None) -> None:
 def steps_as_ready(handler: data_adapter.DataHandler, num_ready: Callable[[int], int]) -> Iterator[int]:
     """The steps of one epoch, as `DataHandler.steps` gives them, but only those for which there is data.
 
+    Keras reads a variable for each step, to know how many run at once; only its tuner ever changes that.
+
     Args:
         handler: Keras's handler.
         num_ready: Takes the number of steps that Keras would run at once; gives how many of them there are.
     """
     handler._current_step, handler._initial_step = handler._initial_step, 0
     at_once = int(handler._steps_per_execution.numpy())
+    is_tuned = handler._model.autotune_steps_per_execution
     while handler._inferred_steps is None or handler._current_step < handler._inferred_steps:
+        if is_tuned:
+            at_once = int(handler._steps_per_execution.numpy())
         wanted = at_once
         if handler._inferred_steps is not None:
             wanted = min(at_once, handler._inferred_steps - handler._current_step)
@@ -278,6 +283,26 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         self._inner, self._devices = inner, devices
         self._even, self._predicting, self._small_tails = even, predicting, small_tails
         self._monitored = monitored
+        self._traces: dict[Any, Any] = {}  # Of the functions that are called with this iterator and nothing else.
+
+    def call_with_self(self, function: Any, call: Callable) -> Any:
+        """Calls a `tf.function` with this iterator as its only argument, eagerly.
+
+        Training does so for every step. TensorFlow computes the types of the arguments each time to look up the
+        trace for them, which takes it twice as long as to run a small step: here the trace is looked up once.
+
+        Args:
+            function: The `tf.function`.
+            call: Calls it in TensorFlow's way.
+        """
+        key = function, tf.distribute.in_cross_replica_context()  # What a trace depends on besides its arguments.
+        trace = self._traces.get(key)
+        if trace is not None:
+            return trace._call_flat([self._inner._iterator_resource], trace.captured_inputs)
+        outputs = call(function, self)
+        if hasattr(self._inner, "_iterator_resource"):  # Not of several devices with memory of their own.
+            self._traces[key] = function.get_concrete_function(self)
+        return outputs
 
     def __next__(self) -> Any:
         try:

@@ -567,7 +567,9 @@ class FeedAdapter(internals.DataAdapter):
         return self._training and self._call.monitored
 
     def num_ready(self, wanted: int) -> int:
-        """How many of the `wanted` steps the current epoch of a streaming feeder still has; waits to know."""
+        """How many of the `wanted` steps the current epoch still has; a streaming feeder waits to know."""
+        if not self.is_streaming:
+            return wanted
         started = time.perf_counter()
         ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
         self._stream.meter.asked_seconds += time.perf_counter() - started
@@ -670,7 +672,7 @@ def _enumerate_what_there_is(epochs: Iterator, handler: Any, adapter: FeedAdapte
 def _steps(original: Callable) -> Callable:
     def steps(handler: Any) -> Iterator[int]:
         adapter = internals.adapter_of(handler)
-        if isinstance(adapter, FeedAdapter) and adapter.is_streaming:
+        if isinstance(adapter, FeedAdapter):
             return internals.steps_as_ready(handler, adapter.num_ready)
         return original(handler)
 

@@ -113,19 +113,16 @@ class Pipeline(internals.DistributedDataset):
         plan, stamped = self.plan, monitored and in_steps
         if replay:
             dataset = dataset.take(plan.num_replicas if self._split_ahead else 1).cache().repeat()
-        if internals.is_default(self.strategy) and on_end is None and not stamped:
-            iterator = iter(dataset.prefetch(plan.prefetch))
-        else:
-            iterator = internals.iterate_on_devices(
-                dataset,
-                self._devices,
-                plan.prefetch,
-                even=plan.even,
-                predicting=self._predicting,
-                small_tails=plan.has_small_tail,
-                monitored=stamped,
-            )
-            iterator.on_end = on_end
+        iterator = internals.iterate_on_devices(
+            dataset,
+            self._devices,
+            plan.prefetch,
+            even=plan.even,
+            predicting=self._predicting,
+            small_tails=plan.has_small_tail,
+            monitored=stamped,
+        )
+        iterator.on_end = on_end
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
         return iterator
 
