@@ -14,7 +14,7 @@ from .errors import SourceError
 from .stock import MOST_SHOWN_ONE_BY_ONE, StockSplit, stock_split
 
 _SAMPLES_OF_ONE_DEVICE = 32  # The batch that Keras gives one device by default.
-_BYTES_READ_TOGETHER = 12 << 20  # More gains nothing, as it leaves the processor's caches, and takes memory.
+_BYTES_READ_TOGETHER = 4 << 20  # More gains nothing, as it leaves the processor's caches, and takes memory.
 _MAX_STEPS_PER_READ = 16
 _PARALLEL_READS = 2
 
