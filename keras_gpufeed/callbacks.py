@@ -7,11 +7,9 @@ Leaves: counting (meter, stamps), judging (verdict), keeping (recording), showin
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,10 +20,10 @@ from .batch_sources import GeneratorSource, MapSource, Regrouped, SequenceSource
 from .errors import FeedError
 from .feeder import DistributedFeeder
 from .machine import MachineWatch, describe_machine, device_names, num_processors
-from .meter import MadeBatch
-from .plan import BatchPlan, split_batch
+from .meter import FeedMeter, MadeBatch
+from .plan import BatchPlan, Split, split_batch
 from .promotion import variables_of
-from .recording import Epoch, Recording, Span, total
+from .recording import COLUMNS, Epoch, Recording, Span, merged
 from .stamps import step_stamps
 from .verdict import Rates, Verdict, judge
 
@@ -33,9 +31,10 @@ _LOOK_SECONDS = 0.5  # How often the counters are read.
 _MAX_UNREAD_STEPS = 1000  # The meter keeps four times as many batches.
 _REPORT_SECONDS = 10.0  # How often the report is written while training runs.
 _REPLAY_WARM_UP = 3  # Steps.
+_NO_STEPS = np.zeros((0, len(COLUMNS)))
 
 
-class FeedMonitor(internals.LightCallback):
+class FeedMonitor(internals.GuestCallback):
     """Tells whether the devices are busy, and if not, why: a callback for `fit` with a feeder.
 
     Adds `samples_per_second` (over all replicas) and `feed_wait` (share of the time for which steps waited for
@@ -105,7 +104,6 @@ class FeedMonitor(internals.LightCallback):
         call.monitored = True
         call.holds_batch = self._replay_steps is not None
         call.when_over.append(self._on_end)
-        self._fill = 0
         self._stamps = step_stamps(internals.num_replicas(strategy))
         self._stamps.take()  # What others left. The first time takes TensorFlow longer, too.
         self._watch = MachineWatch(devices)
@@ -126,65 +124,66 @@ class FeedMonitor(internals.LightCallback):
                 ("last step", plan.split(last), plan.samples_of(last)[0]),
             ]
         self.verdict = self.rates = None
-        self._meter: Any = None
         self._began_at = self._last_end = self._looked_at = self._reported_at = time.perf_counter()
-        self._unread: list[tuple[float, float, float, int, int, float]] = []
-        self._asked_seconds = 0.0
+        self._calls: list[tuple[float, ...]] = []  # Not read yet; see `_run_steps`.
+        self._asked = 0.0  # Until the last call that was read.
         self._num_unread = self._num_steps = 0
-        self._made: collections.deque[MadeBatch] = collections.deque()
+        self._made = np.zeros((0, len(MadeBatch._fields)))  # Not of a step yet.
         self._num_made = 0
         self._first_step_ended: float | None = None
         self._is_warm = False
-        self._of_epoch: list[Span] = []
-        self._seen_loss: Any = None
+        self._of_epoch = _NO_STEPS
+        self._logs: Any = None
         self._shown: dict[str, float] = {}
+        # Timed where it is called: hooks for steps would take Keras longer than all that the monitor does.
+        self._train_function = self.model.train_function
+        self.model.train_function = self._run_steps
         self._is_watching = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """What lies between epochs is no step's time."""
-        self._of_epoch = []
+        self._of_epoch = _NO_STEPS
         self._place_in_epoch = 0
         self._last_end = time.perf_counter()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Reads the clock."""
-        self._began = time.perf_counter()
-        self._batch = batch
-        if self._meter is None:
-            self._meter = self._training.stream.meter
-            self._fill = self._meter.num_batches
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Reads the clock, and now and then the counters."""
-        if self._watch.has_gpus:
-            for value in list((logs or {}).values())[:1]:
-                np.asarray(value)  # Waits for the devices.
-        now = time.perf_counter()
-        num_steps = batch - self._batch + 1
-        asked = self._meter.asked_seconds
-        self._unread.append((self._last_end, self._began, now, num_steps, self._fill, asked - self._asked_seconds))
-        self._asked_seconds = asked
-        self._last_end = now
-        if self._num_steps == 0:
-            self._looked_at = now  # The first step takes long, and Keras wonders about callbacks that do.
-        self._num_steps += num_steps
-        self._num_unread += num_steps
-        self._fill = self._meter.num_batches - self._num_steps  # For the next step, before it asks.
-        self._seen_loss = logs.get("loss") if logs else None
-        if self._every_steps is None:
-            is_time = now - self._looked_at > _LOOK_SECONDS
-        else:
-            is_time = self._num_unread >= self._every_steps
-        if is_time or self._num_unread >= _MAX_UNREAD_STEPS:
-            self._look()
+        """Shows the rates to whoever reads the logs of steps."""
         # Keras takes the logs of an epoch's last step for the epoch's, if they hold what it expects and no more.
         if logs is not None and batch + 1 != self.params.get("steps"):
             logs.update(self._shown)
 
+    def _run_steps(self, iterator: Any) -> Any:
+        """Keras's compiled function, with the clock and the counters read beside it."""
+        meter, began = self._meter, time.perf_counter()
+        counted = meter.num_batches, meter.asked_seconds
+        logs = self._train_function(iterator)
+        if self._watch.has_gpus:
+            for value in list((logs or {}).values())[:1]:
+                np.asarray(value)  # Waits for the devices.
+        ended = time.perf_counter()
+        num_steps = self._training.steps_at_once
+        self._calls.append((began, ended, num_steps, *counted))
+        self._logs = logs
+        self._num_unread += num_steps
+        if self._every_steps is None:
+            # The first step takes long, and Keras wonders about callbacks that do.
+            is_time = ended - self._looked_at > _LOOK_SECONDS and self._first_step_ended is not None
+        else:
+            is_time = self._num_unread >= self._every_steps
+        if self._first_step_ended is None:
+            self._first_step_ended = self._looked_at = ended
+        if is_time or self._num_unread >= _MAX_UNREAD_STEPS:
+            self._look()
+        return logs
+
+    @property
+    def _meter(self) -> FeedMeter:
+        return self._training.stream.meter
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds the epoch's rates to the logs."""
         self._look()
-        span = total(self._of_epoch) if self._of_epoch else None
+        span = Span(*self._of_epoch[0].tolist()) if len(self._of_epoch) else None
         if logs is not None and span is not None:
             logs.update(_logged(span))
         numbers = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
@@ -196,7 +195,7 @@ class FeedMonitor(internals.LightCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Measures the ceiling, if that was asked for."""
         self._look()
-        if self._replay_steps is not None and self._meter is not None:
+        if self._replay_steps is not None and self._num_steps:
             self._recording.ceiling_seconds = self._replay(self._replay_steps)
 
     def _on_end(self, error: BaseException | None) -> None:
@@ -204,6 +203,7 @@ class FeedMonitor(internals.LightCallback):
         if not self._is_watching:
             return
         self._is_watching = False
+        self.model.train_function = self._train_function
         self._look()
         self._judge()
         name = "" if error is None else f"{type(error).__name__}{f': {error}' if str(error) else ''}"
@@ -211,7 +211,7 @@ class FeedMonitor(internals.LightCallback):
         self._write_report()
         if self.params.get("verbose"):
             print(f"FeedMonitor: {self.verdict or 'training was over with its first step, so nothing was measured.'}")
-        del self._call, self._training, self._meter, self._tensorboard  # They hold the user's data.
+        del self._call, self._training, self._train_function, self._tensorboard  # They hold the user's data.
 
     # --- From counters to numbers ---
 
@@ -219,19 +219,19 @@ class FeedMonitor(internals.LightCallback):
         """Takes in the steps since the last look."""
         now = time.perf_counter()
         self._looked_at = now
-        if not self._unread:
+        if not self._calls:
             return
-        steps = [*self._of_epoch, *self._read_steps()]
-        if steps:
-            self._of_epoch = [total(steps)]
-            self._shown = _logged(self._of_epoch[0])
+        steps = np.concatenate([self._of_epoch, self._read_steps()])
+        if len(steps):
+            self._of_epoch = merged(steps[None])
+            self._shown = _logged(Span(*self._of_epoch[0].tolist()))
         seconds = now - self._began_at
         for name, num_bytes in self._watch.memory():
             self._recording.add_memory(name, seconds, num_bytes)
         for name, percent in self._watch.utilisation():
             self._recording.add_utilisation(name, seconds, percent)
-        loss = None if self._seen_loss is None else float(np.mean(self._seen_loss))
-        if loss is not None and np.isfinite(loss):
+        loss = self._logs.get("loss") if self._logs else None
+        if loss is not None and np.isfinite(loss := float(np.mean(loss))):
             self._recording.loss.add(seconds, loss)
         if self._meter.num_transforms:
             self._recording.transform_seconds = self._meter.transform_seconds / self._meter.num_transforms
@@ -241,71 +241,88 @@ class FeedMonitor(internals.LightCallback):
         self.rates = self._recording.rates
         self.verdict = self._recording.verdict = None if self.rates is None else judge(self.rates)
 
-    def _read_steps(self) -> Iterator[Span]:
-        calls, self._unread, self._num_unread = self._unread, [], 0
+    def _read_steps(self) -> np.ndarray:
+        """Takes in the calls of Keras's compiled function since the last time.
+
+        Returns:
+            Those after warm-up, as rows of the recording's columns.
+        """
+        began, ended, num_steps, num_batches, asked = np.array(self._calls).T
+        self._calls, self._num_unread = [], 0
+        previous_end = np.concatenate([[self._last_end], ended[:-1]])
+        self._last_end = ended[-1]
+        seconds = ended - previous_end
+        row_of = np.concatenate([[0], np.cumsum(num_steps)]).astype(int)  # A call's first step, counted from 0.
+        ready = num_batches - self._num_steps - row_of[:-1]
+        self._num_steps += row_of[-1]
+        # Of a stream, Keras asks for the next batch before the step: a wait for data, not Python's work.
+        wait = np.minimum(np.diff(asked, prepend=self._asked), began - previous_end)
+        python = began - previous_end - wait
+        self._asked = asked[-1]
+
         waits, ends = self._stamps.take()
-        self._made.extend(self._meter.batches_from(self._num_made))
-        self._num_made = self._meter.num_batches
         clocks_differ = time.time() - time.perf_counter()
-        starts = (waits[:, 0] - clocks_differ).tolist()  # By time.perf_counter().
-        wait_seconds = (waits[:, 1] - waits[:, 0]).tolist()
-        replica_seconds = self._replica_seconds(waits, ends)
-        row = 0
-        for previous_end, began, ended, num_steps, fill, asked in calls:
-            batches = [self._made.popleft() for _ in range(min(num_steps, len(self._made)))]
-            # Of a stream, Keras asks for the next batch before the step: a wait for data, not Python's work.
-            wait = min(asked, began - previous_end)
-            python = began - previous_end - wait
-            replicas: tuple[float, ...] = ()
-            if row + num_steps <= len(starts):
-                python += max(0.0, starts[row] - began)  # Until the step's function runs.
-                wait += sum(wait_seconds[row : row + num_steps])
-                replicas = replica_seconds[row] if replica_seconds else ()
-            row += num_steps
-            seconds, started = ended - previous_end, previous_end - self._began_at
-            span = Span(
-                started,
-                started + seconds,
-                seconds,
-                num_steps,
-                sum([each.num_samples for each in batches]),
-                min(wait, seconds),
-                min(python, seconds),
-                fill * num_steps,
-                sum([each.source_seconds for each in batches]),
-                sum([each.copy_seconds for each in batches]),
-                sum([each.copied_bytes for each in batches]),
-                batches[-1].ready_at - self._began_at if batches else started,
-            )
-            is_warm = self._has_warmed_up(batches, ended)
-            self._recording.add_step(span, not is_warm, replicas)
-            if is_warm:
-                yield span
-            if self._learns_splits:
-                self._note_split(batches)
+        num_seen = np.searchsorted(row_of[1:], len(waits), side="right")  # Calls whose stamps are there.
+        starts = waits[row_of[:num_seen], 0] - clocks_differ  # By time.perf_counter().
+        python[:num_seen] += np.maximum(0.0, starts - began[:num_seen])  # Until the step's function runs.
+        wait[:num_seen] += _sums(waits[:, 1:] - waits[:, :1], row_of[: num_seen + 1])[:, 0]
+        replica_seconds = np.zeros((0, self._recording.num_replicas))
+        if ends.shape == (len(waits), self._recording.num_replicas):  # Else the gradients were not seen.
+            replica_seconds = np.maximum(ends - waits[:, 1:], 0.0)[row_of[:num_seen]]
 
-    def _has_warmed_up(self, batches: list[MadeBatch], ended: float) -> bool:
-        """True from the first batch that was made after the first step: no tracing, no buffers filled before."""
-        if self._first_step_ended is None:
-            self._first_step_ended = ended
-            return False
-        self._is_warm = self._is_warm or not batches or batches[0].ready_at > self._first_step_ended
-        return self._is_warm
+        made = np.concatenate(
+            [self._made, np.array(self._meter.batches_from(self._num_made)).reshape(-1, len(MadeBatch._fields))]
+        )
+        self._num_made = self._meter.num_batches
+        batch_of = np.minimum(row_of, len(made))
+        self._made = made[batch_of[-1] :]
+        _, num_samples, source, source_cpu, copy, copied_bytes = _sums(made, batch_of).T
+        has_batch = batch_of[1:] > batch_of[:-1]
+        first_ready, made_at = np.full(len(began), np.inf), previous_end.copy()
+        first_ready[has_batch] = made[batch_of[:-1][has_batch], 0]
+        made_at[has_batch] = made[batch_of[1:][has_batch] - 1, 0]
+        if self._learns_splits:
+            self._note_splits(made[: batch_of[-1], 1].astype(int).tolist())
 
-    def _replica_seconds(self, waits: np.ndarray, ends: np.ndarray) -> list[tuple[float, ...]]:
-        """From the data to the gradients, step by step; nothing if the gradients were not seen."""
-        if ends.shape != (len(waits), self._recording.num_replicas):
-            return []
-        return list(map(tuple, np.maximum(ends - waits[:, 1:], 0.0).tolist()))
+        columns = {
+            "started": previous_end - self._began_at,
+            "ended": ended - self._began_at,
+            "made_at": made_at - self._began_at,
+            "seconds": seconds,
+            "num_steps": num_steps,
+            "num_samples": num_samples,
+            "wait_seconds": np.minimum(wait, seconds),
+            "python_seconds": np.minimum(python, seconds),
+            "fill": ready * num_steps,
+            "source_seconds": source,
+            "source_cpu_seconds": source_cpu,
+            "copy_seconds": copy,
+            "copied_bytes": copied_bytes,
+        }
+        steps = np.stack([columns[name] for name in COLUMNS], axis=1)
+        num_warm_up = self._num_warming_up(first_ready, ended)
+        self._recording.add_steps(steps, num_warm_up, replica_seconds)
+        return steps[num_warm_up:]
 
-    def _note_split(self, batches: list[MadeBatch]) -> None:
+    def _num_warming_up(self, first_ready: np.ndarray, ended: np.ndarray) -> int:
+        """Calls up to the first batch that was made after the first step: no tracing, no buffers filled before."""
+        if self._is_warm:
+            return 0
+        is_warm = (first_ready > self._first_step_ended) & (ended > self._first_step_ended)
+        self._is_warm = bool(is_warm.any())
+        return int(is_warm.argmax()) if self._is_warm else len(is_warm)
+
+    def _note_splits(self, sizes: list[int]) -> None:
         """A source that does not say how many samples it has shows its splits as they come."""
-        for batch in batches:
-            split = split_batch(batch.num_samples, self._recording.num_replicas)
-            if not self._recording.splits:
-                self._recording.splits = [("first step", split, 0)]
-            self._recording.splits[1:] = [("latest step", split, self._place_in_epoch)]
-            self._place_in_epoch += batch.num_samples
+        if not sizes:
+            return
+        splits = self._recording.splits or [("first step", self._split(sizes[0]), 0)]
+        place_of_last = self._place_in_epoch + sum(sizes[:-1])
+        self._recording.splits = [splits[0], ("latest step", self._split(sizes[-1]), place_of_last)]
+        self._place_in_epoch += sum(sizes)
+
+    def _split(self, num_samples: int) -> Split:
+        return split_batch(num_samples, self._recording.num_replicas)
 
     # --- Out of the numbers ---
 
@@ -342,11 +359,17 @@ class FeedMonitor(internals.LightCallback):
             for step in range(_REPLAY_WARM_UP + num_steps):
                 if step == _REPLAY_WARM_UP:
                     began = time.perf_counter()
-                logs = self.model.train_function(iterator)
+                logs = self._train_function(iterator)
                 for value in list(logs.values())[:1]:
                     np.asarray(value)  # Waits for the devices.
             seconds = time.perf_counter() - began
         return seconds / num_steps / internals.steps_per_execution(self.model)
+
+
+def _sums(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Of the rows from each edge to the next."""
+    sums = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+    return np.diff(sums[edges], axis=0)
 
 
 class _put_back:

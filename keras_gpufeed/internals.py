@@ -644,6 +644,16 @@ class LightCallback(tf.keras.callbacks.Callback):
     _supports_tf_logs = True
 
 
+class GuestCallback(LightCallback):
+    """A callback whose hooks for steps are called only if another callback has such hooks.
+
+    It takes Keras about 9 microseconds for each step to call hooks, if one of the callbacks has any.
+    """
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return False
+
+
 def unwrap_loss_scale(optimizer: Any) -> Any:
     """The optimizer inside mixed precision's scaling wrapper; any other as it is."""
     return getattr(optimizer, "inner_optimizer", optimizer)

@@ -459,6 +459,7 @@ class FeedAdapter(internals.DataAdapter):
         self._fixed_steps = steps or (x.steps_per_epoch if self._training else None)
         self._first, self._epochs = (0, 0), 1  # (epoch, step) to start at, and the epoch to stop before.
         self._epoch = self._steps_taken = 0
+        self.steps_at_once = 1  # Of the present call of Keras's compiled function.
         self._stream: Any = None
         self._check_repeats()
 
@@ -569,6 +570,7 @@ class FeedAdapter(internals.DataAdapter):
     def num_ready(self, wanted: int) -> int:
         """How many of the `wanted` steps the current epoch still has; a streaming feeder waits to know."""
         if not self.is_streaming:
+            self.steps_at_once = wanted
             return wanted
         started = time.perf_counter()
         ready = self._stream.num_ready(self._epoch, self._steps_taken, wanted)
@@ -580,6 +582,7 @@ class FeedAdapter(internals.DataAdapter):
                 self.get_size(),
             )
         self._steps_taken += ready
+        self.steps_at_once = ready
         return ready
 
     def has_another_epoch(self) -> bool:

@@ -21,6 +21,7 @@ class MadeBatch(NamedTuple):
     ready_at: float  # By time.perf_counter().
     num_samples: int
     source_seconds: float  # In the user's code, on storage, or in wait for a worker.
+    source_cpu_seconds: float  # Of these, for which a thread of this process computed.
     copy_seconds: float  # In copying samples into the memory that TensorFlow reads.
     copied_bytes: int
 
@@ -30,32 +31,32 @@ class FeedMeter:
 
     Example:
         >>> meter = FeedMeter()
-        >>> meter.note_source(0.5)
+        >>> meter.note_source(0.5, cpu_seconds=0.125)
         >>> meter.note_batch(ready_at=7.0, num_samples=32, copy_seconds=0.25, copied_bytes=128)
-        >>> meter.batches_from(0)
-        [MadeBatch(ready_at=7.0, num_samples=32, source_seconds=0.5, copy_seconds=0.25, copied_bytes=128)]
+        >>> (batch,) = meter.batches_from(0)
+        >>> batch.ready_at, batch.num_samples, batch.source_seconds, batch.source_cpu_seconds
+        (7.0, 32, 0.5, 0.125)
         >>> meter.num_batches, meter.batches_from(1)
         (1, [])
     """
 
     def __init__(self) -> None:
         self.num_batches = 0
-        self.blocked_seconds = 0.0  # For which the reader's buffer was full.
         self.asked_seconds = 0.0  # For which Keras waited to know whether there is another batch.
         self.transform_seconds = 0.0  # In the user's transform, added up over parallel calls; only while monitored.
         self.num_transforms = 0
         self.wants_batch = False  # True: the next batch is held, for a replay.
         self.held: Any = None
-        self._given: collections.deque[float] = collections.deque()
+        self._given: collections.deque[tuple[float, float]] = collections.deque()
         self._batches: collections.deque[MadeBatch] = collections.deque(maxlen=_MAX_BATCHES)
 
-    def note_source(self, seconds: float) -> None:
+    def note_source(self, seconds: float, cpu_seconds: float = 0.0) -> None:
         """Notes what the source took to give a batch that has yet to be copied."""
-        self._given.append(seconds)
+        self._given.append((seconds, cpu_seconds))
 
     def note_batch(self, ready_at: float, num_samples: int, copy_seconds: float, copied_bytes: int) -> None:
         """Notes that the oldest batch that the source gave is ready."""
-        self._batches.append(MadeBatch(ready_at, num_samples, self._given.popleft(), copy_seconds, copied_bytes))
+        self._batches.append(MadeBatch(ready_at, num_samples, *self._given.popleft(), copy_seconds, copied_bytes))
         self.num_batches += 1
 
     def note_transform(self, seconds: float) -> None:

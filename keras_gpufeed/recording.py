@@ -8,28 +8,30 @@ Leaves: measuring (callbacks), showing (report).
 
 from __future__ import annotations
 
-import collections
-import copy
 import dataclasses
-import statistics
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from .plan import Split
 from .verdict import Rates, Verdict
 
 _MAX_SPANS = 512  # Then neighbours are merged: a report is no sharper than the screen.
 _NUM_RECENT = 40
-_MAX_REPLICA_ROWS = 1024
+_MAX_LOOKED_BACK = 1024  # Steps from which medians are taken.
 _MAX_MARKS = 1024
+_QUICK = 0.02  # The share of the steps that are taken for undisturbed.
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Span:
     """One step, or several in a row, added up.
 
     Args:
         started: When it began, in seconds since training began.
         ended: When it ended.
+        made_at: When the last of their batches was ready, in seconds since training began.
         seconds: Of the steps, without what lies between epochs.
         num_steps: How many.
         num_samples: Their samples.
@@ -37,49 +39,57 @@ class Span:
         python_seconds: Of Python around them.
         fill: Batches that were ready when they began, added up.
         source_seconds: Of the source for their batches.
+        source_cpu_seconds: For which it computed in a thread of this process.
         copy_seconds: Of copying them.
         copied_bytes: Copied for them.
-        made_at: When the last of their batches was ready, in seconds since training began.
     """
 
     started: float
     ended: float
+    made_at: float
     seconds: float
-    num_steps: int
-    num_samples: int
+    num_steps: float
+    num_samples: float
     wait_seconds: float
     python_seconds: float
     fill: float
     source_seconds: float
+    source_cpu_seconds: float
     copy_seconds: float
-    copied_bytes: int
-    made_at: float
-
-    def add(self, other: Span) -> None:
-        """Takes in the one after it. Written out, because it is done for each step."""
-        self.ended = other.ended
-        self.seconds += other.seconds
-        self.num_steps += other.num_steps
-        self.num_samples += other.num_samples
-        self.wait_seconds += other.wait_seconds
-        self.python_seconds += other.python_seconds
-        self.fill += other.fill
-        self.source_seconds += other.source_seconds
-        self.copy_seconds += other.copy_seconds
-        self.copied_bytes += other.copied_bytes
-        self.made_at = other.made_at
+    copied_bytes: float
 
 
-def total(spans: list[Span]) -> Span:
+# Spans that are kept lie in arrays of these columns: a training has too many for objects.
+COLUMNS = tuple(field.name for field in dataclasses.fields(Span))
+_STARTED, _OF_LAST = 0, [1, 2]
+
+
+def merged(spans: np.ndarray) -> np.ndarray:
+    """Neighbours added up.
+
+    Args:
+        spans: Of shape (groups, spans of a group, columns).
+
+    Returns:
+        Of shape (groups, columns).
+    """
+    sums = spans.sum(axis=1)
+    sums[:, _STARTED] = spans[:, 0, _STARTED]
+    sums[:, _OF_LAST] = spans[:, -1, _OF_LAST]
+    return sums
+
+
+def total(spans: Iterable[Span]) -> Span:
     """All of them, as one.
 
     Args:
         spans: At least one, in order.
     """
-    span = copy.copy(spans[0])
-    for other in spans[1:]:
-        span.add(other)
-    return span
+    return Span(*merged(np.array([dataclasses.astuple(span) for span in spans])[None])[0].tolist())
+
+
+def _spans_of(rows: np.ndarray) -> list[Span]:
+    return [Span(*row) for row in rows.tolist()]
 
 
 @dataclasses.dataclass
@@ -126,9 +136,6 @@ class Recording:
     ) -> None:
         self.num_replicas, self.devices, self.plan, self.machine, self.feed = num_replicas, devices, plan, machine, feed
         self.capacity = 0  # Batches that can be ready at once.
-        self.spans: list[Span] = []
-        self.recent: collections.deque[Span] = collections.deque(maxlen=_NUM_RECENT)
-        self.warm_up: list[Span] = []
         self.epochs: list[Epoch] = []
         self.loss = Series()
         self.memory: dict[str, Series] = {}  # Bytes, by the name of what is measured.
@@ -137,45 +144,51 @@ class Recording:
         self.transform_seconds = 0.0  # Of one batch.
         self.ceiling_seconds: float | None = None
         self.state = "running"
-        self._merged = 1  # Steps of a span.
-        self._growing: Span | None = None
-        self._measured: Span | None = None
-        self._replica_rows: collections.deque[tuple[float, ...]] = collections.deque(maxlen=_MAX_REPLICA_ROWS)
+        no_steps = np.zeros((0, len(COLUMNS)))
+        self._warm_up = self._recent = self._kept = self._growing = self._measured = no_steps
+        self._num_merged = 1  # Steps of a span that is kept.
+        self._own_seconds = np.zeros((0, 2))
+        self._replica_seconds = np.zeros((0, num_replicas))
 
-    def add_step(self, step: Span, is_warm_up: bool, replica_seconds: tuple[float, ...]) -> None:
-        """Adds a step.
+    def add_steps(self, steps: np.ndarray, num_warm_up: int, replica_seconds: np.ndarray) -> None:
+        """Adds steps, or calls of Keras's compiled function that run several.
 
         Args:
-            step: The step, or those of one call of Keras's compiled function.
-            is_warm_up: True if it is to be kept apart.
-            replica_seconds: For each replica, from the data to the gradients; empty if unknown.
+            steps: Of shape (steps, `COLUMNS`), in order.
+            num_warm_up: How many of them, the first ones, are to be kept apart.
+            replica_seconds: Of shape (steps, replicas), from the data to the gradients; no rows if unknown.
         """
-        self.recent.append(step)
-        if is_warm_up:
-            self.warm_up.append(step)
+        self._recent = np.concatenate([self._recent, steps])[-_NUM_RECENT:]
+        self._warm_up = np.concatenate([self._warm_up, steps[:num_warm_up]])
+        steps, replica_seconds = steps[num_warm_up:], replica_seconds[num_warm_up:]
+        if not len(steps):
             return
-        if replica_seconds:
-            self._replica_rows.append(replica_seconds)
-        if self._measured is None:
-            self._measured = copy.copy(step)
-        else:
-            self._measured.add(step)
-        if self._merged == 1:
-            self.spans.append(step)
-        else:
-            self._grow(step)
-        if len(self.spans) >= _MAX_SPANS:
-            self.spans = [total(list(pair)) for pair in zip(self.spans[::2], self.spans[1::2])]
-            self._merged *= 2
+        self._replica_seconds = np.concatenate([self._replica_seconds, replica_seconds])[-_MAX_LOOKED_BACK:]
+        self._own_seconds = np.concatenate([self._own_seconds, _own_seconds(steps)])[-_MAX_LOOKED_BACK:]
+        self._measured = merged(np.concatenate([self._measured, steps])[None])
+        steps = np.concatenate([self._growing, steps])
+        num_groups, size = len(steps) // self._num_merged, self._num_merged
+        groups, self._growing = np.split(steps, [num_groups * size])
+        self._kept = np.concatenate([self._kept, merged(groups.reshape(num_groups, size, -1))])
+        while len(self._kept) >= _MAX_SPANS:
+            pairs, odd = np.split(self._kept, [len(self._kept) // 2 * 2])
+            self._kept = np.concatenate([merged(pairs.reshape(-1, 2, len(COLUMNS))), odd])
+            self._num_merged *= 2
 
-    def _grow(self, step: Span) -> None:
-        if self._growing is None:
-            self._growing = copy.copy(step)
-        else:
-            self._growing.add(step)
-        if self._growing.num_steps >= self._merged:
-            self.spans.append(self._growing)
-            self._growing = None
+    @property
+    def spans(self) -> list[Span]:
+        """All steps after warm-up, neighbours merged."""
+        return _spans_of(self._kept)
+
+    @property
+    def recent(self) -> list[Span]:
+        """The last steps."""
+        return _spans_of(self._recent)
+
+    @property
+    def warm_up(self) -> list[Span]:
+        """The steps that were kept apart."""
+        return _spans_of(self._warm_up)
 
     def add_memory(self, name: str, seconds: float, num_bytes: float) -> None:
         """Adds a reading of memory in use."""
@@ -188,28 +201,38 @@ class Recording:
     @property
     def rates(self) -> Rates | None:
         """The means over the steps after warm-up, of a training that ended before over those after the first."""
-        measured = self._measured
-        if measured is None and len(self.warm_up) > 1:
-            measured = total(self.warm_up[1:])
-        if measured is None or measured.seconds <= 0:
+        measured, own = self._measured, self._own_seconds
+        if not len(measured) and len(self._warm_up) > 1:
+            measured, own = merged(self._warm_up[None, 1:]), _own_seconds(self._warm_up[1:])
+        if not len(measured) or measured[0, COLUMNS.index("seconds")] <= 0:
             return None
-        num_steps = measured.num_steps
-        replicas: tuple[float, ...] = ()
-        if self._replica_rows:
-            replicas = tuple(statistics.median(column) for column in zip(*self._replica_rows))
+        (span,) = _spans_of(measured)
+        replicas = self._replica_seconds
+        quick_compute, quick_python = np.quantile(own, _QUICK, axis=0)
+        num_steps = int(span.num_steps)
         return Rates(
             num_steps=num_steps,
-            samples_per_step=measured.num_samples / num_steps,
-            step_seconds=measured.seconds / num_steps,
-            wait_seconds=measured.wait_seconds / num_steps,
-            python_seconds=measured.python_seconds / num_steps,
-            replica_seconds=replicas,
-            source_seconds=measured.source_seconds / num_steps,
-            copy_seconds=measured.copy_seconds / num_steps,
+            samples_per_step=span.num_samples / num_steps,
+            step_seconds=span.seconds / num_steps,
+            wait_seconds=span.wait_seconds / num_steps,
+            python_seconds=span.python_seconds / num_steps,
+            quick_compute_seconds=float(quick_compute),
+            quick_python_seconds=float(quick_python),
+            replica_seconds=tuple(np.median(replicas, axis=0).tolist()) if len(replicas) else (),
+            source_seconds=span.source_seconds / num_steps,
+            source_cpu_seconds=span.source_cpu_seconds / num_steps,
+            copy_seconds=span.copy_seconds / num_steps,
             transform_seconds=self.transform_seconds,
-            copied_bytes=measured.copied_bytes / num_steps,
+            copied_bytes=span.copied_bytes / num_steps,
             ceiling_seconds=self.ceiling_seconds,
             **self.feed,
         )
 
     verdict: Verdict | None = None
+
+
+def _own_seconds(steps: np.ndarray) -> np.ndarray:
+    """Of one step of each row, without the wait for data: in the compiled step, and in the Python around it."""
+    of = dict(zip(COLUMNS, steps.T))
+    in_step = of["seconds"] - of["wait_seconds"] - of["python_seconds"]
+    return np.stack([in_step, of["python_seconds"]], axis=1) / of["num_steps"][:, None]

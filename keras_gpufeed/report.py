@@ -204,7 +204,7 @@ def _where_time_went(recording: Recording) -> str:
         return ""
     seconds = {
         "wait": rates.wait_seconds,
-        "python": rates.python_seconds,
+        "python": rates.own_python_seconds + rates.interpreter_seconds,
         "skew": rates.skew_seconds,
         "compute": rates.compute_seconds,
     }
@@ -223,7 +223,7 @@ def _where_time_went(recording: Recording) -> str:
     warm_up = ""
     if recording.warm_up:
         apart = total(recording.warm_up)
-        warm_up = f" Kept apart as warm-up: {_steps(apart.num_steps)}, {apart.seconds:.3g} s."
+        warm_up = f" Kept apart as warm-up: {_steps(round(apart.num_steps))}, {apart.seconds:.3g} s."
     return _card(
         "Where a step's time goes",
         f'<div class="bar" aria-hidden="true">{bar}</div><ul class="key">{key}</ul>'

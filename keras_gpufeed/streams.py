@@ -314,12 +314,12 @@ class BatchStream:
             batches = self._source.batches(epoch, self._seed, start)
             self._place = (epoch, start)
             try:
-                started = time.perf_counter()
+                started, computed = time.perf_counter(), time.thread_time()
                 for batch in batches:
-                    self.meter.note_source(time.perf_counter() - started)
+                    self.meter.note_source(time.perf_counter() - started, time.thread_time() - computed)
                     if not self._offer(batch):
                         return
-                    started = time.perf_counter()
+                    started, computed = time.perf_counter(), time.thread_time()
             finally:
                 if self._source.can_repeat and hasattr(batches, "close"):
                     batches.close()  # Runs the `finally` of the user's generator.
@@ -396,4 +396,3 @@ class BatchStream:
             self._num_queued += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._waiting) <= self._capacity or self._closed)
-        self.meter.blocked_seconds += time.perf_counter() - now

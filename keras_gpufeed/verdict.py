@@ -6,7 +6,8 @@ Leaves: measuring (meter, stamps, callbacks), showing (report). Arithmetic only:
 
 A step's time is what it waited for data, what Python took around it, what replicas waited for the slowest, and
 computing: the rest. The largest of the first three is the cause. If it is the wait for data, the stage of the feed
-that takes most of a step names it; if no stage takes half a step, handing batches over does.
+that takes most of a step names it; if no stage takes half a step, handing batches over does. With the wait for data
+counts that for Python's interpreter, if the source keeps it busy.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Rates:
         copy_seconds: In copying one batch on the host.
         transform_seconds: In the transform of one batch.
         copied_bytes: Copied on the host for one batch.
+        source_cpu_seconds: Of `source_seconds`, for which it computed in a thread of this process.
+        quick_compute_seconds: `compute_seconds` of the quickest steps; None if unknown.
+        quick_python_seconds: `python_seconds` of the quickest steps.
         workers: Processes that make batches.
         prefetch: Global batches prepared ahead; so many transforms run at once.
         parallel_reads: Batches that are copied at once.
@@ -70,6 +74,9 @@ class Rates:
     copy_seconds: float = 0.0
     transform_seconds: float = 0.0
     copied_bytes: float = 0.0
+    source_cpu_seconds: float = 0.0
+    quick_compute_seconds: float | None = None
+    quick_python_seconds: float = 0.0
     workers: int = 0
     prefetch: int = 2
     parallel_reads: int = 1
@@ -101,9 +108,43 @@ class Rates:
         return statistics.median([*self.replica_seconds[:replica], *self.replica_seconds[replica + 1 :]])
 
     @property
+    def interpreter_seconds(self) -> float:
+        """For which the step waited for Python's interpreter, held by a source that computes in this process.
+
+        Python runs one thread at a time, and a step needs it to begin and to return. That wait cannot be seen
+        directly; it is what steps take beyond the quickest ones, and at most what the source computed meanwhile.
+        """
+        return min(self.source_cpu_seconds, self._excess_of_python + self._excess_of_computing)
+
+    @property
     def compute_seconds(self) -> float:
         """What is left of a step: the devices at work."""
-        return max(0.0, self.step_seconds - self.wait_seconds - self.python_seconds - self.skew_seconds)
+        seconds = self._seconds_in_step - self.interpreter_seconds * (1 - self._share_of_python)
+        return max(0.0, seconds)
+
+    @property
+    def own_python_seconds(self) -> float:
+        """What Python took around the step, without the wait for its interpreter."""
+        return self.python_seconds - self.interpreter_seconds * self._share_of_python
+
+    @property
+    def _seconds_in_step(self) -> float:
+        return self.step_seconds - self.wait_seconds - self.python_seconds - self.skew_seconds
+
+    @property
+    def _excess_of_computing(self) -> float:
+        quick = self.quick_compute_seconds
+        return 0.0 if quick is None else max(0.0, self._seconds_in_step - quick)
+
+    @property
+    def _excess_of_python(self) -> float:
+        return 0.0 if self.quick_compute_seconds is None else max(0.0, self.python_seconds - self.quick_python_seconds)
+
+    @property
+    def _share_of_python(self) -> float:
+        """Of the wait for the interpreter, how much lay around the step."""
+        excess = self._excess_of_python + self._excess_of_computing
+        return self._excess_of_python / excess if excess else 0.0
 
     @property
     def feed_wait(self) -> float:
@@ -179,7 +220,11 @@ def judge(rates: Rates) -> Verdict:
 
 def _judge(rates: Rates) -> Verdict:
     step = rates.step_seconds
-    losses = {"wait": rates.wait_seconds, "python": rates.python_seconds, "replica": rates.skew_seconds}
+    losses = {
+        "wait": rates.wait_seconds + rates.interpreter_seconds,
+        "python": rates.own_python_seconds,
+        "replica": rates.skew_seconds,
+    }
     losses = {cause: seconds for cause, seconds in losses.items() if seconds >= _WORTH_SAYING[cause] * step}
     if not losses:
         return _compute_bound(rates)
@@ -189,8 +234,8 @@ def _judge(rates: Rates) -> Verdict:
         return _bound_by_replica(rates, share)
     if cause == "python":
         reason = (
-            f"Of a step of {_ms(step)} ms, Python takes {_ms(rates.python_seconds)} ms around it, and that does not "
-            f"depend on the {rates.samples_per_step:.0f} samples in it."
+            f"Of a step of {_ms(step)} ms, Python takes {_ms(rates.own_python_seconds)} ms around it, and that does "
+            f"not depend on the {rates.samples_per_step:.0f} samples in it."
         )
         return Verdict("python", share, reason, _larger_batches(rates))
     return _bound_by_data(rates, share)
@@ -200,7 +245,8 @@ def _compute_bound(rates: Rates) -> Verdict:
     lost = 1 - rates.compute_seconds / rates.step_seconds
     reason = (
         f"Of a step of {_ms(rates.step_seconds)} ms the devices compute for {_ms(rates.compute_seconds)} ms; "
-        f"{_ms(rates.wait_seconds)} ms go to waiting for data and {_ms(rates.python_seconds)} ms to Python."
+        f"{_ms(rates.wait_seconds)} ms go to waiting for data and "
+        f"{_ms(rates.own_python_seconds + rates.interpreter_seconds)} ms to Python."
     )
     return Verdict("compute", lost, reason, "Nothing in the feed would help: a faster or further device would.")
 
@@ -221,12 +267,15 @@ def _bound_by_replica(rates: Rates, share: float) -> Verdict:
 
 
 def _bound_by_data(rates: Rates, share: float) -> Verdict:
-    rest = rates.step_seconds - rates.wait_seconds  # What a step would take if its data were there.
+    rest = (
+        rates.step_seconds - rates.wait_seconds - rates.interpreter_seconds
+    )  # What a step would take if its data were there.
     at_once = {"source": 1, "copy": rates.parallel_reads, "transform": max(1, rates.prefetch)}
     taken = {stage: getattr(rates, f"{stage}_seconds") for stage in at_once}
     stages = {stage: taken[stage] / at_once[stage] for stage in at_once}
-    stage = max(stages, key=stages.__getitem__)
-    if stages[stage] < _EXPLAINS * rates.step_seconds:
+    holds_interpreter = rates.interpreter_seconds > rates.wait_seconds
+    stage = "source" if holds_interpreter else max(stages, key=stages.__getitem__)
+    if not holds_interpreter and stages[stage] < _EXPLAINS * rates.step_seconds:
         reason = (
             f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data, but no stage takes "
             f"long: the source {_ms(rates.source_seconds)} ms, copying {_ms(rates.copy_seconds)} ms for a batch. "
@@ -235,8 +284,11 @@ def _bound_by_data(rates: Rates, share: float) -> Verdict:
         return Verdict("python", share, reason, _larger_batches(rates))
     name = {"source": "the source", "copy": "copying", "transform": "the transform"}[stage]
     parallel = f", {at_once[stage]} at a time" if at_once[stage] > 1 else ""
+    interpreter = ""
+    if rates.interpreter_seconds >= _WORTH_SAYING["wait"] * rates.step_seconds:
+        interpreter = f" and {_ms(rates.interpreter_seconds)} ms for Python's interpreter, which the source holds"
     reason = (
-        f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data; {name} takes "
+        f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data{interpreter}; {name} takes "
         f"{_ms(taken[stage])} ms for a batch{parallel}, the rest of a step {_ms(rest)} ms."
     )
     if stage == "source":

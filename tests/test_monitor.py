@@ -63,6 +63,14 @@ def napping_batches():
         yield X, Y
 
 
+def computing_batches():
+    for _ in range(40):
+        total = 0
+        for number in range(400_000):  # Python computes, and no other thread of this process can.
+            total += number
+        yield X, Y
+
+
 def napping_transform(x, y):
     def nap(x):
         time.sleep(2 * NAP_SECONDS)  # Two run at a time.
@@ -76,6 +84,10 @@ def napping_transform(x, y):
 
 def slow_source():
     return make_model(), kg.DistributedFeeder(napping_batches)
+
+
+def slow_python_source():
+    return make_model(), kg.DistributedFeeder(computing_batches)
 
 
 def slow_transform():
@@ -107,6 +119,7 @@ def slow_copy():
     ("plant", "bound_by", "least_lost", "knob"),
     [
         (slow_source, "source", 0.4, r"worker_id and num_workers, with workers=\d+"),
+        (slow_python_source, "source", 0.4, r"worker_id and num_workers, with workers=\d+"),
         (slow_transform, "transform", 0.4, r"prefetch=\d+|processors to hide it"),
         (slow_model, "compute", 0.0, "Nothing in the feed would help"),
         (slow_replica, "replica", 0.4, r"what else runs on the device of replica 1"),

@@ -90,6 +90,51 @@ def rates(**given):
             "batch_size=32",
         ),
         ({"replica_seconds": (0.008, 0.018, 0.009, 0.007)}, "replica", 0.5, "device of replica 1"),
+        # A source that computes in Python holds its interpreter: in the step and around it.
+        (
+            {
+                "python_seconds": 0.009,
+                "source_seconds": 0.019,
+                "source_cpu_seconds": 0.018,
+                "quick_compute_seconds": 0.0008,
+                "quick_python_seconds": 0.001,
+                "source_kind": "function",
+            },
+            "source",
+            0.91,
+            "with workers=11, would hide it",
+        ),
+        # It costs at most what it computes.
+        (
+            {"source_seconds": 0.005, "source_cpu_seconds": 0.004, "quick_compute_seconds": 0.005},
+            "source",
+            0.21,
+            "even it out",
+        ),
+        # Steps that vary are not owed to a source that sleeps.
+        (
+            {
+                "source_seconds": 0.015,
+                "source_cpu_seconds": 0.0001,
+                "quick_compute_seconds": 0.005,
+                "quick_python_seconds": 0.001,
+            },
+            "compute",
+            0.065,
+            "a faster or further device",
+        ),
+        # A source that computes while the devices do, and is in nobody's way.
+        (
+            {
+                "source_seconds": 0.015,
+                "source_cpu_seconds": 0.015,
+                "quick_compute_seconds": 0.0187,
+                "quick_python_seconds": 0.001,
+            },
+            "compute",
+            0.065,
+            "a faster or further device",
+        ),
         # Replicas that differ by little are no cause.
         ({"replica_seconds": (0.016, 0.018, 0.017, 0.0165)}, "compute", 0.06, "a faster or further device"),
     ],
