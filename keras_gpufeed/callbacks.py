@@ -28,7 +28,7 @@ from .recording import COLUMNS, Epoch, Recording, Span, merged
 from .stamps import step_stamps
 from .verdict import Rates, Verdict, judge
 
-_LOOK_SECONDS = 0.5  # How often the counters are read.
+_LOOK_SECONDS = 1.0  # How often the counters are read; a look takes about 2 ms.
 _MAX_UNREAD_STEPS = 1000  # The meter keeps four times as many batches.
 _REPORT_SECONDS = 10.0  # How often the report is written while training runs.
 _REPLAY_WARM_UP = 3  # Steps.
@@ -49,7 +49,7 @@ class FeedMonitor(internals.GuestCallback):
     Args:
         report: File for a report: ".html" for one self-contained page, ".png" for a picture (needs Matplotlib).
             It is written now and then while training runs, and at the end, however training ends. None: no file.
-        every_steps: How often rates in the progress bar are brought up to date; None is twice a second.
+        every_steps: How often rates in the progress bar are brought up to date; None is once a second.
         replay_steps: After training, run so many steps on one batch that lies ready, to measure what the devices
             could do if data took no time. Variables are put back afterwards; a copy of them is held on the host.
 
