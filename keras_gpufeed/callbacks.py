@@ -59,7 +59,8 @@ class FeedMonitor(internals.GuestCallback):
             training is over with its first call of Keras's compiled function.
 
     Raises:
-        FeedError: If the file's name has another ending, its folder is missing, or a package is.
+        FeedError: If the file's name has another ending, its folder is missing, or a package is; from `fit`, if that
+            has no feeder or two monitors.
 
     Example:
         >>> import keras_gpufeed as kg
@@ -97,6 +98,11 @@ class FeedMonitor(internals.GuestCallback):
             raise FeedError(
                 "FeedMonitor watches a DistributedFeeder, and fit was called without one. Write "
                 "model.fit(DistributedFeeder(x, y, batch_size=...), callbacks=[FeedMonitor()])."
+            )
+        if call.monitored:  # Each would take from the other what it has not read yet.
+            raise FeedError(
+                "One FeedMonitor watches a fit, and callbacks holds two. Leave one; it may have report, every_steps "
+                "and replay_steps together."
             )
         strategy = self.model.distribute_strategy
         devices = device_names(strategy)

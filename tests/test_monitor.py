@@ -379,6 +379,15 @@ def test_without_a_feeder():
         model.fit(X, Y, verbose=0, callbacks=[kg.FeedMonitor()])
 
 
+def test_two_in_one_fit():
+    model = make_model()
+    feeder = kg.DistributedFeeder(X, Y, batch_size=16)
+    with pytest.raises(kg.FeedError, match="One FeedMonitor watches a fit, and callbacks holds two"):
+        model.fit(feeder, verbose=0, callbacks=[kg.FeedMonitor(), kg.FeedMonitor()])
+    assert int(model.optimizer.iterations) == 0
+    assert list(model.fit(feeder, verbose=0).history) == ["loss"]  # Trains on, watched by nobody.
+
+
 # --- The feed alone ----------------------------------------------------------------------------------------
 
 
