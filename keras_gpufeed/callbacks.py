@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import time
 from typing import Any
@@ -111,9 +112,11 @@ class FeedMonitor(internals.GuestCallback):
         call.monitored = True
         call.holds_batch = self._replay_steps is not None
         call.when_over.append(self._on_end)
-        self._stamps = step_stamps(internals.num_replicas(strategy))
-        self._stamps.take()  # What others left. The first time takes TensorFlow longer, too.
+        self._stamps = step_stamps(internals.num_replicas(strategy)) if call.training.pipeline.has_stamps else None
+        if self._stamps is not None:
+            self._stamps.take()  # What others left. The first time takes TensorFlow longer, too.
         self._watch = MachineWatch(devices)
+        self._has_gpus = self._watch.has_gpus
         self._tensorboard = _tensorboard_of(call.callbacks)
         feeder = call.training.feeder
         plan = dataclasses.replace(
@@ -131,12 +134,17 @@ class FeedMonitor(internals.GuestCallback):
                 ("last step", plan.split(last), plan.samples_of(last)[0]),
             ]
         self.verdict = self.rates = None
-        self._began_at = self._last_end = self._looked_at = self._reported_at = time.perf_counter()
-        self._calls: list[tuple[float, ...]] = []  # Not read yet; see `_run_steps`.
+        self._began_at = self._last_end = self._reported_at = time.perf_counter()
+        self._computed = time.thread_time()  # By this thread, at the end of the last call that was read.
+        self._look_at = self._look_seconds = math.inf
+        self._max_unread = self._every_steps or _MAX_UNREAD_STEPS
+        if self._every_steps is None:
+            self._look_seconds = _LOOK_SECONDS
+        self._calls: list[float] = []  # Not read yet, six numbers each; Python looks through tuples for garbage.
         self._asked = 0.0  # Until the last call that was read.
         self._num_unread = self._num_steps = 0
         self._made = np.zeros((0, len(MadeBatch._fields)))  # Not of a step yet.
-        self._num_made = 0
+        self._ready_at = np.zeros(0)
         self._first_step_ended: float | None = None
         self._is_warm = False
         self._of_epoch = _NO_STEPS
@@ -151,7 +159,7 @@ class FeedMonitor(internals.GuestCallback):
         """What lies between epochs is no step's time."""
         self._of_epoch = _NO_STEPS
         self._place_in_epoch = 0
-        self._last_end = time.perf_counter()
+        self._last_end, self._computed = time.perf_counter(), time.thread_time()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the rates to whoever reads the logs of steps."""
@@ -162,24 +170,19 @@ class FeedMonitor(internals.GuestCallback):
     def _run_steps(self, iterator: Any) -> Any:
         """Keras's compiled function, with the clock and the counters read beside it."""
         meter, began = self._meter, time.perf_counter()
-        counted = meter.num_batches, meter.asked_seconds
+        num_batches, asked = meter.num_batches, meter.asked_seconds
         logs = self._train_function(iterator)
-        if self._watch.has_gpus:
+        if self._has_gpus:
             for value in list((logs or {}).values())[:1]:
                 np.asarray(value)  # Waits for the devices.
         ended = time.perf_counter()
         num_steps = self._training.steps_at_once
-        self._calls.append((began, ended, num_steps, *counted))
+        self._calls += began, ended, time.thread_time(), num_steps, num_batches, asked
         self._logs = logs
         self._num_unread += num_steps
-        if self._every_steps is None:
-            # The first step takes long, and Keras wonders about callbacks that do.
-            is_time = ended - self._looked_at > _LOOK_SECONDS and self._first_step_ended is not None
-        else:
-            is_time = self._num_unread >= self._every_steps
-        if self._first_step_ended is None:
-            self._first_step_ended = self._looked_at = ended
-        if is_time or self._num_unread >= _MAX_UNREAD_STEPS:
+        if self._first_step_ended is None:  # It takes long, and is no reason to look.
+            self._first_step_ended, self._look_at = ended, ended + self._look_seconds
+        if ended >= self._look_at or self._num_unread >= self._max_unread:
             self._look()
         return logs
 
@@ -225,7 +228,7 @@ class FeedMonitor(internals.GuestCallback):
     def _look(self) -> None:
         """Takes in the steps since the last look."""
         now = time.perf_counter()
-        self._looked_at = now
+        self._look_at = now + self._look_seconds
         if not self._calls:
             return
         steps = np.concatenate([self._of_epoch, self._read_steps()])
@@ -240,8 +243,8 @@ class FeedMonitor(internals.GuestCallback):
         loss = self._logs.get("loss") if self._logs else None
         if loss is not None and np.isfinite(loss := float(np.mean(loss))):
             self._recording.loss.add(seconds, loss)
-        if self._meter.num_transforms:
-            self._recording.transform_seconds = self._meter.transform_seconds / self._meter.num_transforms
+        if self._meter.num_transformed:
+            self._recording.transform_seconds = self._meter.transform_seconds / self._meter.num_transformed
         self._judge()
 
     def _judge(self) -> None:
@@ -254,31 +257,44 @@ class FeedMonitor(internals.GuestCallback):
         Returns:
             Those after warm-up, as rows of the recording's columns.
         """
-        began, ended, num_steps, num_batches, asked = _rows(self._calls, 5).T
+        began, ended, computed, num_steps, num_batches, asked = np.array(self._calls).reshape(-1, 6).T
         self._calls, self._num_unread = [], 0
         previous_end = np.concatenate([[self._last_end], ended[:-1]])
         self._last_end = ended[-1]
         seconds = ended - previous_end
         row_of = np.concatenate([[0], np.cumsum(num_steps)]).astype(int)  # A call's first step, counted from 0.
-        ready = num_batches - self._num_steps - row_of[:-1]
+        num_ready = num_batches - self._num_steps - row_of[:-1]
         self._num_steps += row_of[-1]
+        made = np.concatenate([self._made, _rows(self._meter.take_batches(), len(MadeBatch._fields))])
+        ready_at = self._meter.take_transformed() if self._meter.num_transformed else made[len(self._made) :, 0]
+        ready_at = np.concatenate([self._ready_at, ready_at])
+        self._ready_at = ready_at[row_of[-1] :]
+
         # Of a stream, Keras asks for the next batch before the step: a wait for data, not Python's work.
         wait = np.minimum(np.diff(asked, prepend=self._asked), began - previous_end)
         python = began - previous_end - wait
         self._asked = asked[-1]
-
-        waits, ends = self._stamps.take()
-        clocks_differ = time.time() - time.perf_counter()
-        num_seen = np.searchsorted(row_of[1:], len(waits), side="right")  # Calls whose stamps are there.
-        starts = waits[row_of[:num_seen], 0] - clocks_differ  # By time.perf_counter().
-        python[:num_seen] += np.maximum(0.0, starts - began[:num_seen])  # Until the step's function runs.
-        wait[:num_seen] += _sums(waits[:, 1:] - waits[:, :1], row_of[: num_seen + 1])[:, 0]
+        started = began
+        if not self.model.run_eagerly:
+            # Other threads run the steps: what this one computed beyond what it did between calls started them.
+            starting = np.maximum(0.0, np.diff(computed, prepend=self._computed) - python)
+            self._computed = computed[-1]
+            started, python = began + starting, python + starting
+        ready_of = np.full(row_of[-1], -np.inf)  # One that nobody has seen made was no reason to wait.
+        ready_of[: len(ready_at)] = ready_at[: row_of[-1]]
+        waited = _waits(started, ended, row_of, ready_of)
+        had = np.maximum(started, ready_of[row_of[:-1]])
         replica_seconds = np.zeros((0, self._recording.num_replicas))
-        if ends.shape == (len(waits), self._recording.num_replicas):  # Else the gradients were not seen.
-            replica_seconds = np.maximum(ends - waits[:, 1:], 0.0)[row_of[:num_seen]]
+        if self._stamps is not None:
+            waits, ends = self._stamps.take()
+            clocks_differ = time.time() - time.perf_counter()
+            if len(waits) >= row_of[-1]:  # From devices with memory of their own.
+                waited = _sums(waits[:, 1:] - waits[:, :1], row_of)[:, 0]
+                had = waits[row_of[:-1], 1] - clocks_differ
+            if len(ends) >= row_of[-1]:  # Else the gradients were not seen.
+                replica_seconds = np.maximum(ends[row_of[:-1]] - clocks_differ - had[:, None], 0.0)
+        wait += waited
 
-        made = np.concatenate([self._made, _rows(self._meter.batches_from(self._num_made), len(MadeBatch._fields))])
-        self._num_made = self._meter.num_batches
         batch_of = np.minimum(row_of, len(made))
         self._made = made[batch_of[-1] :]
         _, num_samples, source, source_cpu, copy, copied_bytes = _sums(made, batch_of).T
@@ -298,7 +314,7 @@ class FeedMonitor(internals.GuestCallback):
             "num_samples": num_samples,
             "wait_seconds": np.minimum(wait, seconds),
             "python_seconds": np.minimum(python, seconds),
-            "fill": ready * num_steps,
+            "fill": num_ready * num_steps,
             "source_seconds": source,
             "source_cpu_seconds": source_cpu,
             "copy_seconds": copy,
@@ -383,6 +399,28 @@ def _sums(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.diff(sums[edges], axis=0)
 
 
+def _waits(started: np.ndarray, ended: np.ndarray, row_of: np.ndarray, ready_of: np.ndarray) -> np.ndarray:
+    """For how long calls waited for data, if the steps of a call compute equally long.
+
+    Step k of n could not begin before its batch was ready, so that it and those after it had from then until the end.
+    Computing took the longest that leaves all of them enough time; the rest of the call was waiting.
+
+    Args:
+        started: When calls began to run their first step.
+        ended: When calls ended.
+        row_of: The number of each call's first step; and that of all steps.
+        ready_of: When the batches of the steps were ready.
+
+    Returns:
+        Seconds for each call.
+    """
+    num_steps = np.diff(row_of)
+    steps_left = np.repeat(row_of[1:], num_steps) - np.arange(row_of[-1])
+    at_most = np.minimum.reduceat((np.repeat(ended, num_steps) - ready_of) / steps_left, row_of[:-1])
+    in_call = np.maximum(ended - started, 0.0)
+    return in_call - num_steps * np.clip(at_most, 0.0, in_call / num_steps)
+
+
 class _put_back:
     """Puts all variables of a model back to what they were."""
 
@@ -425,6 +463,7 @@ def _facts_of(feeder: DistributedFeeder, plan: BatchPlan) -> dict[str, Any]:
         "batch_size": feeder.batch_size,
         "source_kind": kind,
         "num_processors": num_processors(),
+        "copies_compete": internals.share_memory_with_host(plan.devices),
     }
 
 

@@ -272,7 +272,8 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
         even: True if parts go without shares.
         predicting: Passed on to the elements.
         small_tails: Passed on to the elements.
-        monitored: True if steps note how long they waited for data.
+        monitored: True if steps note when they had their data, where devices have memory of their own, and when
+            replicas had their gradients.
     """
 
     on_end: Callable[[], None] | None = None  # Called when the data has ended or failed; may raise.
@@ -319,7 +320,7 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     def get_next(self) -> Any:
         """The next `FedElement`, or the plain data for one device; raises OutOfRangeError after the last."""
-        if not self._monitored:
+        if self._devices or not self._monitored:
             return self._make_element(self._inner.get_next())
         with tf.device("/device:CPU:0"):
             began = tf.timestamp()
@@ -341,7 +342,7 @@ class FeedIterator(composite_tensor.CompositeTensor, distribute_types.Distribute
 
     def _note_wait(self, began: tf.Tensor, elements: Any) -> Any:
         flat = tf.nest.flatten(elements, expand_composites=True)
-        now = step_stamps(len(self._devices) or len(elements)).note_wait(began, flat)
+        now = step_stamps(len(elements)).note_wait(began, flat)
         if not tf.executing_eagerly():
             # Computing begins after the clock was read; else the reading waits for a thread that computes.
             with tf.control_dependencies([now]):

@@ -185,13 +185,15 @@ def _entered(model: tf.keras.Model, call: _Call) -> Iterator[None]:
         raise
     finally:
         _calls().pop()
-        for say in call.when_over:
-            say(ended_by)
-        ended_by = None  # Its traceback leads back to this frame.
-        for stream in call.streams:
-            stream.close()
-            stream.failure = None  # Its traceback leads back to the iterator, and so to the user's data.
-        call.training = None  # It leads back to the call: data and buffers would stay until Python looks for cycles.
+        try:
+            for say in call.when_over:
+                say(ended_by)
+        finally:
+            ended_by = None  # Its traceback leads back to this frame.
+            for stream in call.streams:
+                stream.close()
+                stream.failure = None  # Its traceback leads back to the iterator, and so to the user's data.
+            call.training = None  # It leads to the call: data and buffers would stay until Python looks for cycles.
 
 
 # --- Before Keras begins -----------------------------------------------------------------------------------

@@ -113,14 +113,14 @@ def measure(pipeline: Pipeline, stream: Any, seconds: float) -> FeedRates:
     if failure is not None:
         failure.raise_again()
     meter = stream.meter
-    made = meter.batches_from(num_before)
+    made = meter.take_batches()[-(meter.num_batches - num_before) :]
     return FeedRates(
         num_steps=num_steps,
         samples_per_step=statistics.mean(batch.num_samples for batch in made),
         seconds=ended - began,
         source_seconds=statistics.mean(batch.source_seconds for batch in made),
         copy_seconds=statistics.mean(batch.copy_seconds for batch in made),
-        transform_seconds=meter.transform_seconds / meter.num_transforms if meter.num_transforms else 0.0,
+        transform_seconds=meter.transform_seconds / meter.num_transformed if meter.num_transformed else 0.0,
         copied_bytes=statistics.mean(batch.copied_bytes for batch in made),
     )
 

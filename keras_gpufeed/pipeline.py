@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -85,6 +86,14 @@ class Pipeline(internals.DistributedDataset):
         transforms = (*self._transforms, function)
         return Pipeline(self.plan, self.strategy, transforms, self._predicting, self._seed, self._overrides)
 
+    @property
+    def has_stamps(self) -> bool:
+        """True if a monitored step reads the clock: for when devices have their parts, and replicas their gradients.
+
+        One device that shares the host's memory has its batch as soon as that is ready, and no other waits for it.
+        """
+        return self._split_ahead or self.plan.num_replicas > 1
+
     def iterate(
         self,
         stream: Any,
@@ -110,7 +119,7 @@ class Pipeline(internals.DistributedDataset):
         _streams[stream_id] = stream
         # Without a transform there is nothing to note there, so that one graph serves both.
         dataset = self._graph_for(stream, monitored and bool(self._transforms)).dataset(stream_id)
-        plan, stamped = self.plan, monitored and in_steps
+        plan = self.plan
         if replay:
             dataset = dataset.take(plan.num_replicas if self._split_ahead else 1).cache().repeat()
         iterator = internals.iterate_on_devices(
@@ -120,7 +129,7 @@ class Pipeline(internals.DistributedDataset):
             even=plan.even,
             predicting=self._predicting,
             small_tails=plan.has_small_tail,
-            monitored=stamped,
+            monitored=monitored and in_steps and self.has_stamps,
         )
         iterator.on_end = on_end
         weakref.finalize(iterator, _streams.pop, stream_id).atexit = False  # type: ignore[misc]
@@ -200,8 +209,11 @@ class _Graph:
         if settings.rebatch_size is not None:
             # While some batches are taken one by one, the next are read.
             dataset = dataset.prefetch(1).flat_map(functools.partial(_rebatch, settings.rebatch_size))
-        for transform in settings.transforms:
-            apply = functools.partial(_apply, transform, stream_id if settings.monitored else None)
+        for number, transform in enumerate(settings.transforms, start=1):
+            note = None
+            if settings.monitored:
+                note = functools.partial(_note_transform, stream_id, number == len(settings.transforms))
+            apply = functools.partial(_apply, transform, note)
             dataset = dataset.map(apply, num_parallel_calls=max(1, settings.prefetch))
         if settings.num_replicas == 1:
             dataset = dataset.map(lambda batch, _: as_keras_does(batch[0]))
@@ -279,10 +291,10 @@ def _num_samples(component: Any) -> tf.Tensor:
     return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
-def _apply(transform: Callable, monitored_id: Any, batch: tuple, cut: tuple) -> tuple:
+def _apply(transform: Callable, note: Callable | None, batch: tuple, cut: tuple) -> tuple:
     data, seeds = batch
     arguments = {"seed": seeds[0]} if takes(transform, "seed") else {}
-    if monitored_id is None:
+    if note is None:
         transformed = transform(*data, **arguments)
     else:
         began = tf.timestamp()
@@ -291,7 +303,7 @@ def _apply(transform: Callable, monitored_id: Any, batch: tuple, cut: tuple) -> 
         fed = tf.nest.flatten(transformed, expand_composites=True)
         with tf.control_dependencies(fed):
             seconds = tf.timestamp() - began
-        with tf.control_dependencies([tf.numpy_function(_note_transform, [monitored_id, seconds], [])]):
+        with tf.control_dependencies([note(seconds)]):
             transformed = tf.nest.map_structure(tf.identity, transformed)
     if isinstance(transformed, list):  # tf.data would make one tensor of it.
         transformed = tuple(transformed)
@@ -307,10 +319,13 @@ def _apply(transform: Callable, monitored_id: Any, batch: tuple, cut: tuple) -> 
     return (transformed, seeds), cut
 
 
-def _note_transform(stream_id: np.ndarray, seconds: np.ndarray) -> None:
-    stream = _streams.get(int(stream_id))
-    if stream is not None:
-        stream.meter.note_transform(float(seconds))
+def _note_transform(stream_id: tf.Tensor, is_last: bool, seconds: tf.Tensor) -> tf.Operation:
+    def note(stream_id: np.ndarray, seconds: np.ndarray) -> None:
+        stream = _streams.get(int(stream_id))
+        if stream is not None:
+            stream.meter.note_transform(float(seconds), time.perf_counter() if is_last else None)
+
+    return tf.numpy_function(note, [stream_id, seconds], [])
 
 
 def _admits(spec: Any, other: Any) -> bool:

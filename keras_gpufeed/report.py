@@ -27,7 +27,7 @@ _KINDS = (
     ("compute", "computing"),
 )
 
-_WORTH_MARKING = 0.1  # Of a step: below, a replica's delay is no reason to look at it.
+_WORTH_MARKING = 0.1  # Of a step: below, a loss is no reason to look at it.
 
 _STYLE = """
 :root {
@@ -203,7 +203,7 @@ def _where_time_went(recording: Recording) -> str:
     if rates is None:
         return ""
     seconds = {
-        "wait": rates.wait_seconds,
+        "wait": rates.wait_seconds + rates.processor_seconds,
         "python": rates.own_python_seconds + rates.interpreter_seconds,
         "skew": rates.skew_seconds,
         "compute": rates.compute_seconds,
@@ -224,11 +224,20 @@ def _where_time_went(recording: Recording) -> str:
     if recording.warm_up:
         apart = total(recording.warm_up)
         warm_up = f" Kept apart as warm-up: {_steps(round(apart.num_steps))}, {apart.seconds:.3g} s."
+    hidden = {
+        "Python's part the wait for its interpreter, which the source held": rates.interpreter_seconds,
+        "the wait for data that for processors, which copying kept busy": rates.processor_seconds,
+    }
+    said = [
+        f" Of {what}: {_ms(value)}. The last steps, below, show it as computing."
+        for what, value in hidden.items()
+        if value >= _WORTH_MARKING * rates.step_seconds
+    ]
     return _card(
         "Where a step's time goes",
         f'<div class="bar" aria-hidden="true">{bar}</div><ul class="key">{key}</ul>'
         f'<p class="soft">Meanwhile the feed makes the next batches; one takes: {feed or "no time to speak of"}.'
-        f"{warm_up}</p>",
+        f"{''.join(said)}{warm_up}</p>",
         wide=True,
     )
 

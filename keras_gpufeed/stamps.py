@@ -5,9 +5,10 @@ Owns:   the queues into which a monitored step puts when it began to wait for da
         each replica had its gradients.
 Leaves: the places in the step (internals, exact), what it means (verdict).
 
-A step is one compiled function, so Python cannot see it wait. Only a step that a monitor looks at is traced with
-these few operations. They are TensorFlow's own: a call into Python would queue for the interpreter's lock behind
-the user's generator.
+A step is one compiled function, into which Python cannot see: not when devices with memory of their own have their
+parts of the batch, nor when each of several replicas has its gradients. Only a step that a monitor looks at is traced
+with these few operations. They are TensorFlow's own: a call into Python would queue for the interpreter's lock behind
+the user's generator. One device that shares the host's memory needs none of them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StepStamps:
 
         Returns:
             An array (step, 2) of when each began to wait and when it had its data, and an array (step, replica) of
-            when the gradients were there; the latter is empty where that was not seen.
+            when the gradients were there; each is empty where that was not seen.
         """
         began, had = self._waits.dequeue_many(self._waits.size())
         ends = self._ends.dequeue_many(self._ends.size())

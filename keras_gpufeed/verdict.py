@@ -7,7 +7,8 @@ Leaves: measuring (meter, stamps, callbacks), showing (report). Arithmetic only:
 A step's time is what it waited for data, what Python took around it, what replicas waited for the slowest, and
 computing: the rest. The largest of the first three is the cause. If it is the wait for data, the stage of the feed
 that takes most of a step names it; if no stage takes half a step, handing batches over does. With the wait for data
-counts that for Python's interpreter, if the source keeps it busy.
+counts that for Python's interpreter, if the source keeps it busy, and that for processors which are the devices, if
+copying keeps them busy.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Rates:
         source_kind: What could make the source faster: "workers", "function" (one that takes worker_id),
             "arrays" (on storage) or "other".
         num_processors: Processors that this process may use.
+        copies_compete: True if the devices are processors, so that copying takes from them.
         ceiling_seconds: A step on data that were there already, if that was measured.
 
     Example:
@@ -83,6 +85,7 @@ class Rates:
     batch_size: int | None = None
     source_kind: str = "other"
     num_processors: int = 1
+    copies_compete: bool = False
     ceiling_seconds: float | None = None
 
     @property
@@ -117,15 +120,30 @@ class Rates:
         return min(self.source_cpu_seconds, self._excess_of_python + self._excess_of_computing)
 
     @property
+    def processor_seconds(self) -> float:
+        """For which the step waited for processors, busy with copying; at most what copying took."""
+        if not self.copies_compete:
+            return 0.0
+        return min(self.copy_seconds, max(0.0, self._excess_of_computing - self._interpreter_seconds_in_step))
+
+    @property
+    def lost_to_feed(self) -> float:
+        """For which the step waited for data, for the interpreter, or for processors, in seconds."""
+        return self.wait_seconds + self.interpreter_seconds + self.processor_seconds
+
+    @property
     def compute_seconds(self) -> float:
         """What is left of a step: the devices at work."""
-        seconds = self._seconds_in_step - self.interpreter_seconds * (1 - self._share_of_python)
-        return max(0.0, seconds)
+        return max(0.0, self._seconds_in_step - self._interpreter_seconds_in_step - self.processor_seconds)
 
     @property
     def own_python_seconds(self) -> float:
         """What Python took around the step, without the wait for its interpreter."""
         return self.python_seconds - self.interpreter_seconds * self._share_of_python
+
+    @property
+    def _interpreter_seconds_in_step(self) -> float:
+        return self.interpreter_seconds * (1 - self._share_of_python)
 
     @property
     def _seconds_in_step(self) -> float:
@@ -221,7 +239,7 @@ def judge(rates: Rates) -> Verdict:
 def _judge(rates: Rates) -> Verdict:
     step = rates.step_seconds
     losses = {
-        "wait": rates.wait_seconds + rates.interpreter_seconds,
+        "wait": rates.lost_to_feed,
         "python": rates.own_python_seconds,
         "replica": rates.skew_seconds,
     }
@@ -243,9 +261,10 @@ def _judge(rates: Rates) -> Verdict:
 
 def _compute_bound(rates: Rates) -> Verdict:
     lost = 1 - rates.compute_seconds / rates.step_seconds
+    copying = f", {_ms(rates.processor_seconds)} ms to copying" if rates.processor_seconds else ""
     reason = (
         f"Of a step of {_ms(rates.step_seconds)} ms the devices compute for {_ms(rates.compute_seconds)} ms; "
-        f"{_ms(rates.wait_seconds)} ms go to waiting for data and "
+        f"{_ms(rates.wait_seconds)} ms go to waiting for data{copying} and "
         f"{_ms(rates.own_python_seconds + rates.interpreter_seconds)} ms to Python."
     )
     return Verdict("compute", lost, reason, "Nothing in the feed would help: a faster or further device would.")
@@ -267,15 +286,16 @@ def _bound_by_replica(rates: Rates, share: float) -> Verdict:
 
 
 def _bound_by_data(rates: Rates, share: float) -> Verdict:
-    rest = (
-        rates.step_seconds - rates.wait_seconds - rates.interpreter_seconds
-    )  # What a step would take if its data were there.
+    rest = rates.step_seconds - rates.lost_to_feed  # What a step would take if its data were there.
     at_once = {"source": 1, "copy": rates.parallel_reads, "transform": max(1, rates.prefetch)}
     taken = {stage: getattr(rates, f"{stage}_seconds") for stage in at_once}
     stages = {stage: taken[stage] / at_once[stage] for stage in at_once}
-    holds_interpreter = rates.interpreter_seconds > rates.wait_seconds
-    stage = "source" if holds_interpreter else max(stages, key=stages.__getitem__)
-    if not holds_interpreter and stages[stage] < _EXPLAINS * rates.step_seconds:
+    lost_beside = {"source": rates.interpreter_seconds, "copy": rates.processor_seconds}  # Besides the wait for data.
+    stage = max(lost_beside, key=lost_beside.__getitem__)
+    is_wait = rates.wait_seconds >= lost_beside[stage]
+    if is_wait:
+        stage = max(stages, key=stages.__getitem__)
+    if is_wait and stages[stage] < _EXPLAINS * rates.step_seconds:
         reason = (
             f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data, but no stage takes "
             f"long: the source {_ms(rates.source_seconds)} ms, copying {_ms(rates.copy_seconds)} ms for a batch. "
@@ -284,11 +304,13 @@ def _bound_by_data(rates: Rates, share: float) -> Verdict:
         return Verdict("python", share, reason, _larger_batches(rates))
     name = {"source": "the source", "copy": "copying", "transform": "the transform"}[stage]
     parallel = f", {at_once[stage]} at a time" if at_once[stage] > 1 else ""
-    interpreter = ""
+    beside = ""
     if rates.interpreter_seconds >= _WORTH_SAYING["wait"] * rates.step_seconds:
-        interpreter = f" and {_ms(rates.interpreter_seconds)} ms for Python's interpreter, which the source holds"
+        beside += f" and {_ms(rates.interpreter_seconds)} ms for Python's interpreter, which the source holds"
+    if rates.processor_seconds >= _WORTH_SAYING["wait"] * rates.step_seconds:
+        beside += f" and {_ms(rates.processor_seconds)} ms for processors, which copying keeps busy"
     reason = (
-        f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data{interpreter}; {name} takes "
+        f"Steps waited {_ms(rates.wait_seconds)} of {_ms(rates.step_seconds)} ms for data{beside}; {name} takes "
         f"{_ms(taken[stage])} ms for a batch{parallel}, the rest of a step {_ms(rest)} ms."
     )
     if stage == "source":

@@ -135,6 +135,34 @@ def rates(**given):
             0.065,
             "a faster or further device",
         ),
+        # Devices that are processors compute longer while others copy.
+        (
+            {
+                "wait_seconds": 0.002,
+                "copy_seconds": 0.036,
+                "copied_bytes": 1e8,
+                "parallel_reads": 2,
+                "copies_compete": True,
+                "quick_compute_seconds": 0.005,
+                "quick_python_seconds": 0.001,
+            },
+            "copy",
+            0.7,
+            "smaller dtype",
+        ),
+        # It costs at most what copying takes, and nothing where devices have processors of their own.
+        (
+            {"copy_seconds": 0.001, "copies_compete": True, "quick_compute_seconds": 0.005},
+            "compute",
+            0.11,
+            "a faster or further device",
+        ),
+        (
+            {"copy_seconds": 0.036, "copies_compete": False, "quick_compute_seconds": 0.005},
+            "compute",
+            0.06,
+            "a faster or further device",
+        ),
         # Replicas that differ by little are no cause.
         ({"replica_seconds": (0.016, 0.018, 0.017, 0.0165)}, "compute", 0.06, "a faster or further device"),
     ],
